@@ -1,0 +1,121 @@
+# `make demo` and `make test` need nothing but make and Python 3.10 to 3.13. The first call creates
+# .venv and installs what the machine can use: the GPU stack that fits the driver, or, without a
+# GPU, a CPU build of PyTorch and the run-time compiler.
+#
+# Variables, all optional:
+#   PYTHON=/path/to/python   use this prepared environment as it is: no .venv, nothing is installed
+#   BASE_PYTHON=python3.12   the interpreter that creates .venv (default: python3)
+#   TORCH_SPEC=torch==2.10.0 which PyTorch to install into .venv
+#   TORCH_INDEX=URL          one more package index for it, such as PyTorch's own CPU-only index
+#   DEMO_ARGS, TEST_ARGS, BENCH_ARGS   passed on to the demo, to pytest and to the benchmark
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint check-style check-types check-cuda format wheel bench clean
+
+BASE_PYTHON ?= python3
+DEMO_ARGS ?=
+TEST_ARGS ?=
+BENCH_ARGS ?=
+CUDA_SOURCES = $(shell find cuda_src -name '*.cu' -o -name '*.cuh')
+
+ifneq ($(strip $(PYTHON)),)
+PREPARED := yes
+PY := $(if $(findstring /,$(PYTHON)),$(abspath $(PYTHON)),$(PYTHON))
+RUN_ENV :=
+DEV_ENV :=
+# An installed k3cupy is the one under test; where there is none, it is this checkout.
+INSTALLED := $(shell cd / && $(PY) -c 'import importlib.util as u; print(u.find_spec("k3cupy") or "")')
+ifeq ($(INSTALLED),)
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+endif
+else
+PREPARED :=
+PY := $(CURDIR)/.venv/bin/python
+RUN_ENV := .venv/.ready-to-run
+DEV_ENV := .venv/.ready-to-test
+endif
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+demo: $(RUN_ENV) ## Run one Kimi-K3 MLA decode layer, fused and unfused, and compare
+	@$(PY) examples/mla_decode_step.py $(DEMO_ARGS)
+
+# pytest starts in tests/, so that `k3cupy` is the one that the environment finds, also a wheel.
+test: $(DEV_ENV) lint ## Lint, types, every test that this machine can run, the wheel
+	@cd tests && $(PY) -m pytest -c ../pyproject.toml --rootdir .. $$($(PY) -c \
+	  'import importlib.util as u; print("-n auto --maxprocesses 8 --dist loadgroup" * bool(u.find_spec("xdist")))') $(TEST_ARGS)
+
+lint: check-style check-types check-cuda ## Check style, types and the format of the CUDA sources
+
+# $(call tool,MODULE,COMMAND): a prepared environment may lack a tool, .venv may not.
+define tool
+@if [ -z "$(PREPARED)" ] || $(PY) -c 'import $(1)' 2>/dev/null; then \
+  $(2); \
+else \
+  echo "$(1) is not in this environment: its check is skipped."; \
+fi
+endef
+CLANG_FORMAT = $(PY) -c 'from clang_format import clang_format; clang_format()'
+
+check-style: $(DEV_ENV)
+	$(call tool,ruff,$(PY) -m ruff check . && $(PY) -m ruff format --check .)
+
+check-types: $(DEV_ENV)
+	$(call tool,mypy,$(PY) -m mypy)
+
+check-cuda: $(DEV_ENV)
+	$(call tool,clang_format,$(CLANG_FORMAT) --dry-run --Werror $(CUDA_SOURCES))
+
+format: $(DEV_ENV) ## Rewrite Python and CUDA sources in the project's style
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	$(CLANG_FORMAT) -i $(CUDA_SOURCES)
+
+wheel: $(DEV_ENV) ## Build the wheel and the source archive into dist/
+	$(PY) -m build --no-isolation --outdir dist
+
+bench: $(RUN_ENV) ## Measure the decode epilogue on this machine's GPU
+	@$(PY) -m k3cupy bench decode $(BENCH_ARGS)
+
+clean: ## Remove .venv, build output and caches
+	rm -rf .venv build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis tests/.hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- setting up .venv ---
+
+comma := ,
+# The CUDA major version of the driver: 12, 13, ... or empty without a GPU.
+DRIVER_CUDA = $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && { nvidia-smi \
+  | sed -n 's/.*CUDA[A-Za-z ]*Version: *\([0-9][0-9]*\).*/\1/p' | grep . || echo 12; } | head -n 1)
+
+# From 2.11 on, PyPI's torch is built for CUDA 13 and needs a driver of that age.
+ifeq ($(origin TORCH_SPEC),undefined)
+TORCH_SPEC = $(if $(DRIVER_CUDA),$(if $(filter 12,$(DRIVER_CUDA)),torch>=2.4$(comma)<2.11,torch>=2.4),torch==2.13.0)
+endif
+
+# CuPy and torch must agree on the CUDA major version; a CPU-only torch goes with either.
+EXTRA_OF_TORCH := import torch; print("cu13" if (torch.version.cuda or "").startswith("13.") else "cu12")
+
+PIP = $(PY) -m pip install --quiet --no-input --disable-pip-version-check \
+  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+.venv/.ready-to-run: pyproject.toml
+	@$(BASE_PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || { \
+	  echo "k3cupy needs Python 3.10 to 3.13. Name one: make $(MAKECMDGOALS) BASE_PYTHON=python3.12"; exit 1; }
+	@$(BASE_PYTHON) -m venv .venv || { \
+	  echo "Python could not create .venv. On Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	@echo "Installing $(TORCH_SPEC) into .venv. The first time takes a minute or more."
+	@$(PIP) numpy "$(TORCH_SPEC)"
+	@echo "Installing k3cupy and what it runs on."
+	@if [ "$$(uname -s)" = Linux ]; then \
+	  $(PIP) --editable ".[$$($(PY) -c '$(EXTRA_OF_TORCH)'),torch]"; \
+	else \
+	  $(PIP) --editable ".[torch]"; \
+	fi
+	@touch $@
+
+.venv/.ready-to-test: .venv/.ready-to-run
+	@echo "Installing the test and lint tools."
+	@$(PIP) --editable ".[bench,dev]"
+	@touch $@

@@ -1,0 +1,147 @@
+// A chunk is eight 16-bit values, the unit that one thread moves. Aligned rows move it as one
+// 128-bit access; rows that are not 16-byte aligned move it element by element.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+namespace k3cupy {
+
+constexpr int kChunkElements = 8;
+constexpr int kChunkBytes = 2 * kChunkElements;
+
+struct alignas(16) Chunk {
+  unsigned int word[4];
+};
+
+// Reads past L1: the values are used once, and under PDL they may be younger than this block.
+// Volatile, so that the compiler neither sinks the load below a test that does not need it nor
+// moves it above the dependency wait.
+template <bool kVector>
+__device__ __forceinline__ Chunk load_chunk_streaming(const void* source) {
+  Chunk chunk;
+  if constexpr (kVector) {
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(chunk.word[0]), "=r"(chunk.word[1]), "=r"(chunk.word[2]),
+                   "=r"(chunk.word[3])
+                 : "l"(source));
+  } else {
+    const unsigned short* element = static_cast<const unsigned short*>(source);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      unsigned short low;
+      unsigned short high;
+      asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(low) : "l"(element + 2 * i));
+      asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(high) : "l"(element + 2 * i + 1));
+      chunk.word[i] = low | (static_cast<unsigned int>(high) << 16);
+    }
+  }
+  return chunk;
+}
+
+template <bool kVector>
+__device__ __forceinline__ void store_chunk(void* target, const Chunk& chunk) {
+  if constexpr (kVector) {
+    *static_cast<uint4*>(target) =
+        make_uint4(chunk.word[0], chunk.word[1], chunk.word[2], chunk.word[3]);
+  } else {
+    unsigned short* element = static_cast<unsigned short*>(target);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      element[2 * i] = static_cast<unsigned short>(chunk.word[i]);
+      element[2 * i + 1] = static_cast<unsigned short>(chunk.word[i] >> 16);
+    }
+  }
+}
+
+// The same for a target of any byte address, such as the RoPE part of a 656-byte row in a cache with
+// an odd row stride.
+__device__ __forceinline__ void store_chunk_bytes(void* target, const Chunk& chunk) {
+  unsigned char* byte = static_cast<unsigned char*>(target);
+#pragma unroll
+  for (int i = 0; i < kChunkBytes; ++i) {
+    byte[i] = static_cast<unsigned char>(chunk.word[i / 4] >> (8 * (i % 4)));
+  }
+}
+
+// Eight e4m3 codes, lowest address first.
+template <bool kVector>
+__device__ __forceinline__ void store_codes(void* target, const uint2& codes) {
+  if constexpr (kVector) {
+    *static_cast<uint2*>(target) = codes;
+  } else {
+    unsigned char* byte = static_cast<unsigned char*>(target);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      byte[i] = static_cast<unsigned char>(codes.x >> (8 * i));
+      byte[4 + i] = static_cast<unsigned char>(codes.y >> (8 * i));
+    }
+  }
+}
+
+template <bool kVector>
+__device__ __forceinline__ void store_float(void* target, float value) {
+  if constexpr (kVector) {
+    *static_cast<float*>(target) = value;
+  } else {
+    unsigned char* byte = static_cast<unsigned char*>(target);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      byte[i] = static_cast<unsigned char>(__float_as_uint(value) >> (8 * i));
+    }
+  }
+}
+
+// Widening to fp32 is exact for both types.
+template <typename T>
+__device__ __forceinline__ void widen(const Chunk& chunk, float (&value)[kChunkElements]);
+
+template <>
+__device__ __forceinline__ void widen<__nv_bfloat16>(const Chunk& chunk,
+                                                     float (&value)[kChunkElements]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    value[2 * i] = __uint_as_float(chunk.word[i] << 16);
+    value[2 * i + 1] = __uint_as_float(chunk.word[i] & 0xffff0000u);
+  }
+}
+
+template <>
+__device__ __forceinline__ void widen<__half>(const Chunk& chunk, float (&value)[kChunkElements]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    value[2 * i] = __half2float(__ushort_as_half(static_cast<unsigned short>(chunk.word[i])));
+    value[2 * i + 1] =
+        __half2float(__ushort_as_half(static_cast<unsigned short>(chunk.word[i] >> 16)));
+  }
+}
+
+// Narrowing rounds to nearest even.
+template <typename T>
+__device__ __forceinline__ Chunk narrow(const float (&value)[kChunkElements]);
+
+template <>
+__device__ __forceinline__ Chunk narrow<__nv_bfloat16>(const float (&value)[kChunkElements]) {
+  Chunk chunk;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const unsigned int low = __bfloat16_as_ushort(__float2bfloat16_rn(value[2 * i]));
+    const unsigned int high = __bfloat16_as_ushort(__float2bfloat16_rn(value[2 * i + 1]));
+    chunk.word[i] = low | (high << 16);
+  }
+  return chunk;
+}
+
+template <>
+__device__ __forceinline__ Chunk narrow<__half>(const float (&value)[kChunkElements]) {
+  Chunk chunk;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const unsigned int low = __half_as_ushort(__float2half_rn(value[2 * i]));
+    const unsigned int high = __half_as_ushort(__float2half_rn(value[2 * i + 1]));
+    chunk.word[i] = low | (high << 16);
+  }
+  return chunk;
+}
+
+}  // namespace k3cupy

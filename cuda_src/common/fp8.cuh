@@ -1,0 +1,36 @@
+// fp32 to fp8 e4m3 ("fn": no infinities, largest finite value 448), round to nearest even.
+// Values past the range, infinities among them, saturate; NaN becomes the code 0x7f, never a number.
+#pragma once
+
+#if __CUDA_ARCH__ < 890
+#include <cuda_fp8.h>
+#endif
+
+#include "chunk.cuh"
+#include "float32.cuh"
+
+namespace k3cupy {
+
+constexpr float kFp8E4m3Max = 448.0f;
+
+// Two codes, `low` in the lower byte.
+__device__ __forceinline__ unsigned int to_e4m3x2(float low, float high) {
+#if __CUDA_ARCH__ >= 890
+  unsigned short codes;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+  return codes;
+#else
+  return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);
+#endif
+}
+
+__device__ __forceinline__ uint2 to_e4m3(const float (&value)[kChunkElements], float scale_inv) {
+  unsigned int pair[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    pair[i] = to_e4m3x2(multiply(value[2 * i], scale_inv), multiply(value[2 * i + 1], scale_inv));
+  }
+  return make_uint2(pair[0] | (pair[1] << 16), pair[2] | (pair[3] << 16));
+}
+
+}  // namespace k3cupy

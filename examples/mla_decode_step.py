@@ -1,0 +1,312 @@
+"""Decode a few tokens through one Kimi-K3 MLA layer, with the fused epilogue, and check every step.
+
+    python examples/mla_decode_step.py
+    python examples/mla_decode_step.py --kv-cache fp8 --rope --tokens 16
+
+The weights are random and have the real sizes. A batch of sequences, each with a past of its own
+length, makes one token a step. The same step also runs through a plain PyTorch layer with a cache
+of its own, and the two outputs must agree, or the exit status is 1. On a GPU a second table says
+what the fused epilogue gains. Without a GPU the operation runs its CPU reference: the same
+numbers, no speed.
+
+`mla_layer.py`, beside this file, has the layers: read `FusedLayer.project` to see the call's
+arguments arise.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import click
+import torch
+from mla_layer import (
+    HIDDEN_SIZE,
+    LATENT_DIM,
+    POISON_BYTE,
+    CacheFormat,
+    EpilogueCall,
+    FusedLayer,
+    PagedCache,
+    PlainLayer,
+    Weights,
+    plain_epilogue,
+    rope_table,
+)
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import k3cupy
+
+# The largest relative error that any token may have: |fused - plain| / |plain| over its 7168
+# outputs. Both layers round at the same places, so they differ only where a sum in another order
+# tips a rounding: by 0.4% of a bf16 value, by 6% of an fp8 value, in few values of many. Seen with
+# every format, 1 to 64 tokens and the GEMMs of one side summed in another order: 0.5% at most
+# with bf16 and fp8_ds_mla, 0.9% with fp8. Twice that is allowed. A lost or misplaced row cannot
+# hide below: rows that nobody wrote are NaN. (Last-bit faults are for the tests, not for a demo.)
+TOLERANCE = 2e-2
+
+LONGEST_PAST = 256  # the random pasts have 1 to 256 tokens
+REPLAYS = 15  # timings are medians over this many graph replays
+
+
+@click.command()
+@click.option(
+    "--kv-cache",
+    "kv_cache",
+    type=click.Choice(["bf16", "fp8", "fp8_ds_mla"]),
+    default="bf16",
+    show_default=True,
+    help="How the cache stores a row. fp8 quantises the query too.",
+)
+@click.option("--rope", is_flag=True, help="Rotate by position. Kimi-K3's own layers do not.")
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=1),
+    default=8,
+    show_default=True,
+    help="Sequences in the batch; each makes one token a step.",
+)
+@click.option(
+    "--steps", type=click.IntRange(min=1), default=4, show_default=True, help="Decode steps."
+)
+@click.option(
+    "--device",
+    "device_name",
+    type=click.Choice(["cpu", "cuda"]),
+    default=None,
+    help="Default: cuda where PyTorch finds a GPU, else cpu.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of all random numbers.")
+@click.pass_context
+def main(
+    ctx: click.Context,
+    kv_cache: str,
+    rope: bool,
+    tokens: int,
+    steps: int,
+    device_name: str | None,
+    seed: int,
+) -> None:
+    """Run one Kimi-K3 MLA decode layer with k3cupy's fused epilogue, and check it."""
+    console = Console()
+    device = choose_device(device_name)
+    demo = Demo.random(kv_cache, rope, tokens, steps, device, seed)
+
+    console.print(
+        f"One Kimi-K3 MLA layer on {describe(device)}: {tokens} sequences, "
+        f"{kv_cache} cache, {'RoPE' if rope else 'no RoPE'}"
+    )
+    errors = run_steps(demo, steps, console)
+    if device.type == "cuda":
+        errors += time_on_gpu(demo, console)
+    else:
+        console.print("No times: the CPU path is the reference, made to be right, not fast.")
+
+    # "not (a <= b)" and not "a > b": NaN must fail too.
+    if not all(error <= TOLERANCE for error in errors):
+        console.print(f"FAILED: an error is above {TOLERANCE:g} or NaN.", style="bold red")
+        ctx.exit(1)
+    console.print(f"All outputs agree with plain PyTorch to {TOLERANCE:g}.", style="green")
+
+
+def choose_device(name: str | None) -> torch.device:
+    has_gpu = torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
+        raise click.BadParameter(
+            "expected a GPU that PyTorch can use, got none. Use --device cpu",
+            param_hint="--device",
+        )
+    return torch.device(name or ("cuda" if has_gpu else "cpu"))
+
+
+def describe(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+
+
+@dataclass
+class Demo:
+    """Both layers with the same weights and the same past, and where each sequence stands."""
+
+    fused: FusedLayer
+    plain: PlainLayer
+    positions: Tensor  # [B] int64: tokens in the cache = position of the next one
+    hidden: Tensor  # [B, 7168] bf16: the layer's input of the present step
+    generator: torch.Generator
+
+    @classmethod
+    def random(
+        cls, kv_cache: str, rope: bool, tokens: int, steps: int, device: torch.device, seed: int
+    ) -> Demo:
+        # All random numbers come from the CPU: the same ones whatever the device.
+        generator = torch.Generator().manual_seed(seed)
+        max_len = LONGEST_PAST + steps
+        kv = CacheFormat.named(kv_cache, device)
+        weights = Weights.random(generator, device)
+        cos_sin_cache = rope_table(max_len, device) if rope else None
+        paged = PagedCache(tokens, max_len, kv, generator, device)
+        dense = kv.empty(tokens, max_len, device=device)
+
+        # The past: random rows, in both caches. Every other row stays NaN.
+        lengths = torch.randint(1, LONGEST_PAST + 1, (tokens,), generator=generator).to(device)
+        past = torch.randn(tokens, LONGEST_PAST, LATENT_DIM, generator=generator).to(device)
+        stored = kv.encode(past.to(torch.bfloat16))
+        for b, length in enumerate(lengths.tolist()):
+            dense[b, :length] = stored[b, :length]
+            paged.rows()[paged.slot_table[b, :length]] = stored[b, :length]
+
+        return cls(
+            fused=FusedLayer(weights, kv, paged, fused_epilogue, cos_sin_cache),
+            plain=PlainLayer(weights, kv, dense, cos_sin_cache),
+            positions=lengths,
+            hidden=random_hidden(tokens, generator, device),
+            generator=generator,
+        )
+
+    def advance(self) -> None:
+        """On to the next token of every sequence."""
+        self.positions += 1
+        self.hidden = random_hidden(len(self.hidden), self.generator, self.hidden.device)
+
+
+def fused_epilogue(**call: Any) -> Tensor:
+    return k3cupy.fused_mla_decode_q_concat_kv_cache_insert(**call)
+
+
+def random_hidden(tokens: int, generator: torch.Generator, device: torch.device) -> Tensor:
+    return torch.randn(tokens, HIDDEN_SIZE, generator=generator).to(device, torch.bfloat16)
+
+
+def run_steps(demo: Demo, steps: int, console: Console) -> list[float]:
+    """Decode `steps` tokens a sequence, and print one line a step. Returns the errors."""
+    table = Table(title="Decode steps, against plain PyTorch")
+    for column in ("step", "context", "worst relative error", "epilogue by", "bytes moved"):
+        table.add_column(column, justify="right")
+    errors = []
+    reasons = []
+    for step in range(1, steps + 1):
+        if step > 1:
+            demo.advance()
+
+        # The step itself, in its three parts: before, in and after the epilogue. `explain` takes
+        # the epilogue's own arguments and says what will run, and why, without running it.
+        call = demo.fused.project(demo.hidden, demo.positions)
+        decision = k3cupy.explain_mla_decode(**call)
+        mqa_q = fused_epilogue(**call)
+        output = demo.fused.attend(mqa_q, demo.positions)
+
+        expected = demo.plain(demo.hidden, demo.positions)
+        errors.append(relative_error(output, expected))
+        reasons.append(str(decision))
+        lengths = (demo.positions + 1).tolist()
+        table.add_row(
+            str(step),
+            f"{min(lengths)} to {max(lengths)}",
+            show_error(errors[-1]),
+            decision.backend,
+            f"{bytes_moved(call, mqa_q) / 1024:.1f} KiB",
+        )
+    console.print(table)
+    for reason in dict.fromkeys(reasons):
+        console.print(f"Why this epilogue: {reason}", markup=False, highlight=False)
+    return errors
+
+
+def relative_error(output: Tensor, expected: Tensor) -> float:
+    """The worst token's |output - expected| / |expected|; NaN if anything is NaN."""
+    difference = (output.double() - expected.double()).norm(dim=-1)
+    return float((difference / expected.double().norm(dim=-1)).max())
+
+
+def show_error(error: float) -> str:
+    if error == 0:
+        return "0 (same bits)"
+    return f"{error:.1e}" if error <= TOLERANCE else f"[bold red]{error:.1e}[/]"
+
+
+def bytes_moved(call: EpilogueCall, mqa_q: Tensor) -> int:
+    """What the epilogue must read and write: each input once, mqa_q once, one cache row a token."""
+    tokens = len(mqa_q)
+    names = ("ql_nope", "q_pe", "kv_c_normed", "k_pe", "slot_mapping", "positions")
+    moved: int = sum(call[name].nbytes for name in names if name in call)
+    if "cos_sin_cache" in call:
+        moved += tokens * call["cos_sin_cache"][0].nbytes
+    moved += mqa_q.nbytes + tokens * call["kv_cache"][0, 0].nbytes
+    return moved
+
+
+def time_on_gpu(demo: Demo, console: Console) -> list[float]:
+    """Time the last step again with both epilogues, and print the table. Returns the errors.
+
+    Writing the same token to the same slot twice changes nothing, so a step may be repeated.
+    """
+    fused = demo.fused
+    plain = FusedLayer(fused.weights, fused.kv, fused.cache, plain_epilogue, fused.cos_sin_cache)
+    expected = demo.plain(demo.hidden, demo.positions)
+    call = fused.project(demo.hidden, demo.positions)
+    cache_bytes = fused.cache.rows().view(torch.uint8)
+
+    layer_us, errors = [], []
+    for layer in (plain, fused):
+        graph, output = capture(partial(layer, demo.hidden, demo.positions), calls=20)
+        layer_us.append(median_us(graph, calls=20))
+        # A fast wrong answer is no answer: wipe the step's rows, and a replay must restore them.
+        cache_bytes[call["slot_mapping"]] = POISON_BYTE
+        graph.replay()
+        errors.append(relative_error(output, expected))
+
+    epilogue_us = []
+    for epilogue in (plain_epilogue, fused_epilogue):
+        graph, _ = capture(partial(epilogue, **call), calls=200)
+        epilogue_us.append(median_us(graph, calls=200))
+
+    table = Table(title=f"Time a step, median of {REPLAYS} CUDA graph replays")
+    for column in ("what", "plain epilogue", "fused epilogue", "speed-up"):
+        table.add_column(column, justify="left" if column == "what" else "right")
+    for what, (before, after) in (
+        ("the whole layer", layer_us),
+        ("the epilogue alone", epilogue_us),
+    ):
+        table.add_row(what, f"{before:.2f} us", f"{after:.2f} us", f"{before / after:.2f} x")
+    console.print(table)
+    console.print(f"Errors of the replayed layers: {', '.join(map(show_error, errors))}")
+    return errors
+
+
+def capture(work: Callable[[], Tensor], calls: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """A CUDA graph of `calls` calls of `work`, and the tensor that holds its last output."""
+    # Warm up on a side stream, as PyTorch asks before a capture: kernels compile and load here.
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            output = work()
+    return graph, output
+
+
+def median_us(graph: torch.cuda.CUDAGraph, calls: int) -> float:
+    """Microseconds for one of the graph's `calls` calls: the median over its replays."""
+    graph.replay()
+    times: list[float] = []
+    for _ in range(REPLAYS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / calls)
+    return statistics.median(times)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""k3cupy: the Kimi-K3 decode kernels as a Python package that needs no build.
+
+CUDA sources are compiled at run time; tensors of any DLPack producer go in and come out. Importing
+the package makes no driver call and loads neither CuPy nor PyTorch.
+"""
+
+from __future__ import annotations
+
+from k3cupy.ops.decision import Decision
+from k3cupy.ops.mla_decode import explain_mla_decode, fused_mla_decode_q_concat_kv_cache_insert
+from k3cupy.ops.mla_decode_config import MlaDecodeConfig, MlaDecodeVariant
+from k3cupy.ops.warmup import warmup
+from k3cupy.runtime.config import config_info, show_config
+from k3cupy.runtime.errors import CaptureError, CompileError, ToolchainError
+from k3cupy.runtime.sources import source_dir
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CaptureError",
+    "CompileError",
+    "Decision",
+    "MlaDecodeConfig",
+    "MlaDecodeVariant",
+    "ToolchainError",
+    "config_info",
+    "explain_mla_decode",
+    "fused_mla_decode_q_concat_kv_cache_insert",
+    "show_config",
+    "source_dir",
+    "warmup",
+]

@@ -1,0 +1,41 @@
+"""The command line: ``python -m k3cupy --help``."""
+
+from __future__ import annotations
+
+import click
+
+import k3cupy
+
+
+@click.group()
+@click.version_option(k3cupy.__version__, prog_name="k3cupy")
+def main() -> None:
+    """Kimi-K3 decode kernels, compiled at run time."""
+
+
+@main.command("show-config")
+def show_config() -> None:
+    """GPUs, versions, paths, and which backend will run and why."""
+    k3cupy.show_config()
+
+
+@main.command()
+@click.option("--dtype", multiple=True, default=["bfloat16"], show_default=True)
+@click.option(
+    "--kv-cache", multiple=True, default=["bf16", "fp8", "fp8_ds_mla"], show_default=True
+)
+@click.option("--rope/--no-rope", default=False, show_default=True)
+@click.option("--device", type=int, default=None, help="GPU ordinal; the current one by default.")
+def warmup(dtype: tuple[str, ...], kv_cache: tuple[str, ...], rope: bool, device: int | None) -> None:
+    """Compile the kernels that the tables may choose, into CuPy's disk cache."""
+    try:
+        count = k3cupy.warmup(
+            dtype=list(dtype), kv_cache=list(kv_cache), rope=rope, device=device
+        )
+    except (ValueError, k3cupy.ToolchainError, k3cupy.CompileError) as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(f"{count} kernels are ready")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Checks that operations share. Every message is ``argument: expected ..., got ...``."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+
+from k3cupy.runtime.tensors import ALIGNMENT, TensorView, may_overlap
+
+
+def reject(
+    name: str, expected: str, got: str, hint: str = "", error: type[Exception] = ValueError
+) -> NoReturn:
+    """Raise the error of one argument.
+
+    Args:
+        name: the argument.
+        expected: what is accepted.
+        got: what was found.
+        hint: what to do about it, a phrase without a full stop.
+        error: ValueError, or TypeError for a wrong type.
+    """
+    raise error(f"{name}: expected {expected}, got {got}" + (f". {hint}" if hint else ""))
+
+
+def check_dtype(name: str, v: TensorView, accepted: tuple[str, ...], hint: str = "") -> None:
+    """Accept only the named element types."""
+    if v.dtype not in accepted:
+        reject(name, " or ".join(accepted), v.dtype, hint, TypeError)
+
+
+def check_shape(
+    name: str, v: TensorView, shape: tuple[int | str, ...], note: str = "", hint: str = ""
+) -> None:
+    """Accept only a shape; a string stands for any extent and is shown in the message."""
+    fits = len(v.shape) == len(shape) and all(
+        isinstance(want, str) or want == have for want, have in zip(shape, v.shape, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join(str(extent) for extent in shape)
+        reject(name, f"shape [{wanted}]{note}", f"shape {list(v.shape)}", hint)
+
+
+def check_strides(name: str, v: TensorView, *, inner: bool = True) -> None:
+    """Refuse negative strides, an inner stride other than 1, and addresses off the element size."""
+    if v.size == 0:
+        return
+    for axis, (extent, stride) in enumerate(zip(v.shape, v.strides, strict=True)):
+        if extent > 1 and stride < 0:
+            reject(name, "strides that are not negative", f"stride {stride} at axis {axis}",
+                   "Make a contiguous copy first")
+    if inner and v.shape and v.shape[-1] > 1 and v.strides[-1] != 1:
+        reject(name, "inner stride 1", f"inner stride {v.strides[-1]}",
+               "Make a contiguous copy first")
+    if v.itemsize and v.address % v.itemsize:
+        reject(name, f"an address that is a multiple of its {v.itemsize}-byte element",
+               f"address 0x{v.address:x}")
+
+
+def check_writable(name: str, v: TensorView) -> None:
+    """Refuse memory that its producer forbids to write."""
+    if v.readonly:
+        who = "an immutable JAX array" if v.framework == "jax" else "a read-only tensor"
+        reject(name, "a tensor that may be written", who)
+
+
+def check_devices(views: Mapping[str, TensorView]) -> None:
+    """Accept CPU tensors or tensors of one GPU; name the one that stands apart."""
+    for name, v in views.items():
+        if not v.is_cuda and v.device_type not in ("cpu", "cuda_host"):
+            reject(name, "a tensor on the CPU or a CUDA device", f"device {v.device_type}")
+    places = Counter(v.device if v.is_cuda else "cpu" for v in views.values())
+    common = places.most_common(1)[0][0]
+    for name, v in views.items():
+        if (v.device if v.is_cuda else "cpu") != common:
+            reject(
+                name,
+                f"device {common} like the other tensors",
+                f"device {v.device}",
+                "Move it there first",
+            )
+
+
+def check_no_overlap(written: Mapping[str, TensorView], read: Mapping[str, TensorView]) -> None:
+    """Refuse an output that shares memory with an input or another output."""
+    others = dict(read)
+    for name, target in written.items():
+        for other_name, other in others.items():
+            if may_overlap(target, other):
+                reject(name, f"memory apart from {other_name}", "tensors that overlap")
+        others[name] = target
+
+
+def check_rows_apart(name: str, v: TensorView) -> None:
+    """Refuse a tensor to be written whose rows (the last axis) overlap one another."""
+    width = v.shape[-1]
+    reach = width
+    outer = sorted(
+        (stride, extent)
+        for stride, extent in zip(v.strides[:-1], v.shape[:-1], strict=True)
+        if extent > 1
+    )
+    for stride, extent in outer:
+        if stride < reach:
+            reject(name, f"rows of {width} elements that do not overlap", f"strides {v.strides}")
+        reach = (extent - 1) * stride + reach
+
+
+def check_scale_tensor(name: str, v: TensorView) -> None:
+    """Accept one fp32 element."""
+    if v.size != 1:
+        reject(name, "exactly one fp32 element", f"shape {list(v.shape)}")
+    check_dtype(name, v, ("float32",))
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a plain real number and neither a bool nor an array."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool | np.bool_)
+
+
+def scale_value(name: str, value: Any) -> float:
+    """Return a scale given as a number.
+
+    Raises:
+        ValueError: it is not finite and positive, or not so any more in fp32.
+    """
+    with np.errstate(over="ignore", under="ignore"):
+        rounded = float(np.float32(value))
+    if not (math.isfinite(rounded) and rounded > 0):
+        reject(name, "a finite number above 0 (in fp32)", repr(value))
+    return rounded
+
+
+def misalignment(name: str, v: TensorView) -> str | None:
+    """Return in words why a tensor's rows cannot be moved by 128-bit accesses, or None."""
+    if v.size == 0:
+        return None
+    if v.address % ALIGNMENT:
+        return f"{name}: the address is {v.address % ALIGNMENT} bytes past a multiple of 16"
+    for extent, stride in zip(v.shape[:-1], v.strides[:-1], strict=True):
+        step = stride * v.itemsize
+        if extent > 1 and step % ALIGNMENT:
+            return f"{name}: a stride of {stride} elements is {step} bytes, no multiple of 16"
+        if extent > 1 and step >= 1 << 32:
+            return f"{name}: rows {step} bytes apart pass the 4 GiB of the 128-bit path"
+    return None

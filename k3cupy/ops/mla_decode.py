@@ -1,0 +1,210 @@
+"""The fused MLA decode epilogue: concatenate the absorbed query, write the latent cache row."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from k3cupy.ops import checks
+from k3cupy.ops.decision import Decision
+from k3cupy.ops.mla_decode_config import SOURCE, MlaDecodeConfig
+from k3cupy.ops.mla_decode_plan import Plan, decide, make_plan
+from k3cupy.ops.mla_decode_validate import MlaDecodeCall, check_grad, check_split, validate
+from k3cupy.runtime import sources, tensors
+
+
+def fused_mla_decode_q_concat_kv_cache_insert(
+    ql_nope: Any,
+    q_pe: Any,
+    kv_c_normed: Any,
+    k_pe: Any,
+    kv_cache: Any,
+    slot_mapping: Any,
+    *,
+    ds_mla: bool = False,
+    q_scale_inv: Any = None,
+    cache_scale_inv: Any = None,
+    positions: Any = None,
+    cos_sin_cache: Any = None,
+    out: Any = None,
+    stream: Any = None,
+    split: int | MlaDecodeConfig | None = None,
+    pdl: bool | None = None,
+    kv_inputs_ready: bool = False,
+) -> Any:
+    """Join the absorbed decode query and write the latent row into the paged cache, in one launch.
+
+    ``mqa_q[b, h] = [ql_nope[b, h] | rope(q_pe[b, h])]`` and, for every slot that is not negative,
+    ``cache[slot_mapping[b]] = [kv_c_normed[b] | rope(k_pe[b])]``. ``rope`` turns neighbouring pairs
+    (GPT-J style) in fp32 and is the identity without positions. fp8 is e4m3 with round-to-nearest-
+    even of ``x * scale_inv``: what does not fit saturates to +-448, NaN stays NaN (code 0x7F).
+
+    Tensors may come from PyTorch, CuPy, NumPy, JAX or any DLPack producer, all on one CUDA device,
+    or all on the CPU, where the same function runs in NumPy. B is num_tokens, H is num_heads.
+
+    Args:
+        ql_nope: [B, H, 512], bfloat16 or float16. Inner stride 1, other strides free.
+        q_pe: [B, H, 64], same type. Inner stride 1, other strides free.
+        kv_c_normed: [B, 512], same type. Inner stride 1, row stride free.
+        k_pe: [B, 64] or [B, 1, 64], same type. Inner stride 1, row stride free.
+        kv_cache: written in place. [num_blocks, block_size, 576] of the inputs' type or of
+            float8_e4m3fn (uint8 is taken as its bytes); with ``ds_mla`` [.., .., 656] uint8. Inner
+            stride 1, block and token strides free. Bytes of other slots stay as they were.
+        slot_mapping: [>= B] int64 or int32, slot = block * block_size + offset. Negative slots are
+            padding; slots past the cache are skipped like it. Entries past B are not read.
+        ds_mla: the cache has 656-byte rows: 512 e4m3 bytes in tiles of 128, four fp32 tile scales,
+            64 RoPE values in the inputs' type. The query keeps the inputs' type.
+        q_scale_inv: makes mqa_q e4m3. One fp32 element on the device, or a number above 0.
+        cache_scale_inv: the same for an fp8 cache, which needs it; other caches refuse it.
+        positions: [>= B] int64 or int32, clamped to the table. With cos_sin_cache or not at all.
+        cos_sin_cache: [max_position, 64] float32: 32 cosines, then 32 sines.
+        out: [B, H, 576], contiguous, to be written and returned instead of a new tensor.
+        stream: an int handle or an object with ``__cuda_stream__``. By default PyTorch's current
+            stream, or CuPy's where no argument is a PyTorch tensor. PyTorch tensors used on another
+            stream are recorded with its allocator; CuPy arrays must outlive the kernel.
+        split: mapping of threads to a row: None takes the measured table, 0 is flat, 1 or 3 are the
+            warps that share a row; or a whole ``MlaDecodeConfig``. All give the same bits.
+        pdl: programmatic dependent launch. None: on, where the GPU has it (sm_90 and newer).
+            False: the launch waits for the end of the preceding kernel. The kernel itself waits for
+            its predecessor before it reads, so both are safe.
+        kv_inputs_ready: a promise: kv_c_normed, k_pe, slot_mapping, the cache scale, positions and
+            the table were complete before the preceding kernel began, and the preceding kernel does
+            not touch the cache rows written here. The cache blocks then skip the wait.
+
+    Returns:
+        mqa_q, [B, H, 576] contiguous, in the inputs' type, or e4m3 with ``q_scale_inv``: a tensor
+        of ql_nope's framework. CuPy has no float8 and gets the codes as uint8.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the text names it. Nothing was written.
+        CaptureError: the instance is not loaded and the stream is capturing a graph.
+        CompileError, ToolchainError: the kernel cannot be built here; the text says why.
+
+    Source: the public Kimi-K3 decode epilogue of vLLM, whose name and arguments these are.
+
+    Example:
+        >>> import torch, k3cupy
+        >>> B, H = 2, 12
+        >>> rand = lambda *shape: torch.randn(*shape, dtype=torch.bfloat16)
+        >>> cache = torch.zeros(8, 64, 576, dtype=torch.bfloat16)
+        >>> mqa_q = k3cupy.fused_mla_decode_q_concat_kv_cache_insert(
+        ...     rand(B, H, 512), rand(B, H, 64), rand(B, 512), rand(B, 64),
+        ...     cache, torch.tensor([5, 70]))
+        >>> mqa_q.shape
+        torch.Size([2, 12, 576])
+    """
+    call = MlaDecodeCall(
+        ql_nope,
+        q_pe,
+        kv_c_normed,
+        k_pe,
+        kv_cache,
+        slot_mapping,
+        ds_mla,
+        q_scale_inv,
+        cache_scale_inv,
+        positions,
+        cos_sin_cache,
+        out,
+        kv_inputs_ready,
+    )
+    plan, addresses, owners = _plan_for(call, split, pdl, stream)
+    result = plan.run(call, addresses, stream)
+    del owners  # memory that exists only for this call has been used, or queued to be
+    return result
+
+
+def explain_mla_decode(
+    ql_nope: Any,
+    q_pe: Any,
+    kv_c_normed: Any,
+    k_pe: Any,
+    kv_cache: Any,
+    slot_mapping: Any,
+    *,
+    ds_mla: bool = False,
+    q_scale_inv: Any = None,
+    cache_scale_inv: Any = None,
+    positions: Any = None,
+    cos_sin_cache: Any = None,
+    out: Any = None,
+    stream: Any = None,
+    split: int | MlaDecodeConfig | None = None,
+    pdl: bool | None = None,
+    kv_inputs_ready: bool = False,
+) -> Decision:
+    """Say what ``fused_mla_decode_q_concat_kv_cache_insert`` would run, and why; launch nothing.
+
+    Takes the arguments of that function, validates them as it does, and raises the same errors.
+
+    Returns:
+        Backend, configuration, template instance and the reason in words.
+    """
+    call = MlaDecodeCall(
+        ql_nope,
+        q_pe,
+        kv_c_normed,
+        k_pe,
+        kv_cache,
+        slot_mapping,
+        ds_mla,
+        q_scale_inv,
+        cache_scale_inv,
+        positions,
+        cos_sin_cache,
+        out,
+        kv_inputs_ready,
+    )
+    problem = validate(call)
+    check_grad(problem.views)
+    return decide(problem, check_split(split), pdl)
+
+
+# --- The plan cache: a plan is everything about a call but its addresses and its scale numbers ---
+
+_plans: dict[Any, Plan] = {}
+_plans_lock = threading.Lock()
+_MAX_PLANS = 4096
+
+
+def _plan_for(
+    call: MlaDecodeCall, split: Any, pdl: Any, stream: Any
+) -> tuple[Plan, list[int], list[Any]]:
+    """Return the plan of a call, its tensors' addresses and what keeps their memory alive.
+
+    Addresses are in the order of MlaDecodeCall.TENSORS.
+    """
+    if split is not None:
+        check_split(split)
+    if pdl is not None and not isinstance(pdl, bool):
+        checks.reject("pdl", "None, True or False", repr(pdl), error=TypeError)
+    addresses: list[int] = []
+    owners: list[Any] = []
+    signature: list[Any] = []
+    for name in MlaDecodeCall.TENSORS:
+        value = getattr(call, name)
+        if value is None:
+            addresses.append(0)
+            signature.append(None)
+        elif name.endswith("scale_inv") and checks.is_number(value):
+            checks.scale_value(name, value)
+            addresses.append(0)
+            signature.append("number")
+        else:
+            try:
+                address, layout, owner = tensors.handlers(value)[1](value)
+            except Exception:
+                validate(call)  # says in words what cannot be read
+                raise
+            addresses.append(address)
+            signature.append(layout)
+            owners.append(owner)
+    key = (*signature, call.ds_mla, call.kv_inputs_ready, split, pdl, sources.epoch(SOURCE))
+    plan = _plans.get(key)
+    if plan is None:
+        plan = make_plan(call, split, pdl, stream)
+        with _plans_lock:
+            if len(_plans) >= _MAX_PLANS:
+                _plans.clear()
+            _plans[key] = plan
+    return plan, addresses, owners

@@ -1,0 +1,85 @@
+"""Outputs made by the caller's framework, so that they come back as its own tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ml_dtypes  # noqa: F401  registers bfloat16 and float8 with NumPy
+import numpy as np
+
+from k3cupy.runtime import streams, toolchain
+
+Allocator = Callable[[], Any]
+
+
+def allocator(framework: str, shape: tuple[int, ...], dtype: str, device: int | None) -> Allocator:
+    """Return a function that makes an uninitialised, packed tensor.
+
+    A framework without a way to make one (a bare DLPack producer, JAX) gets a CuPy array on a GPU
+    and a NumPy array on the CPU; JAX's is handed over as a JAX array by ``finish``.
+
+    Args:
+        framework: of the first input.
+        shape: of the output.
+        dtype: the field's name. CuPy has no float8 and gets the codes as uint8.
+        device: GPU ordinal, or None for the CPU.
+    """
+    if framework == "torch":
+        torch = sys.modules["torch"]
+        place = torch.device("cpu" if device is None else f"cuda:{device}")
+        kind = getattr(torch, dtype)
+        return lambda: torch.empty(shape, dtype=kind, device=place)
+    if device is None:
+        return lambda: np.empty(shape, np.dtype(dtype))
+    cupy = toolchain.cupy()
+    element = np.dtype("uint8" if dtype.startswith("float8") else dtype)
+
+    def allocate() -> Any:
+        with cupy.cuda.Device(device):
+            return cupy.empty(shape, element)
+
+    return allocate
+
+
+def finish(framework: str, out: Any) -> Any:
+    """Return an output as the caller's framework has it."""
+    if framework == "jax":
+        return importlib.import_module("jax.dlpack").from_dlpack(out)
+    return out
+
+
+@contextlib.contextmanager
+def allocated_for(framework: str, device: int, stream: int) -> Iterator[None]:
+    """Let a framework's allocator know that what it makes inside belongs to ``stream``.
+
+    Without it memory that an earlier operation of the current stream still uses could be handed to
+    a kernel on another stream.
+    """
+    if framework == "torch":
+        torch = sys.modules["torch"]
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=f"cuda:{device}")):
+            yield
+        return
+    with streams.current_for_cupy(stream, device):
+        yield
+
+
+def keep_for_stream(values: list[Any], device: int, stream: int) -> None:
+    """Tell PyTorch's allocator that tensors are in use on a stream other than their own.
+
+    Then the caller may drop them right after the call: their memory is not given to another tensor
+    before the kernel has read it. CuPy has no such record; its arrays must outlive the kernel.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    external = None
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if external is None:
+                external = torch.cuda.ExternalStream(stream, device=f"cuda:{device}")
+            value.record_stream(external)

@@ -1,0 +1,139 @@
+"""Compiling ahead: before a graph capture, before serving, or once for a shared disk cache."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
+
+from k3cupy.ops import checks
+from k3cupy.ops.mla_decode_config import (
+    DEFAULTS,
+    MlaDecodeConfig,
+    MlaDecodeVariant,
+    dispatched_configs,
+)
+from k3cupy.runtime import instances, toolchain
+from k3cupy.runtime.instances import Instance
+
+_CACHES = {"bf16": "same", "fp16": "same", "same": "same", "fp8": "fp8", "fp8_ds_mla": "ds_mla"}
+_OPS = ("mla_decode",)
+
+_T = TypeVar("_T")
+
+
+def warmup(
+    op: str = "mla_decode",
+    *,
+    dtype: str | Sequence[str] = "bfloat16",
+    kv_cache: str | Sequence[str] = ("bf16", "fp8", "fp8_ds_mla"),
+    query_fp8: bool | Sequence[bool] | None = None,
+    rope: bool | Sequence[bool] = False,
+    kv_inputs_ready: bool | Sequence[bool] = False,
+    vector: bool | Sequence[bool] = True,
+    split: int | MlaDecodeConfig | None = None,
+    device: int | None = None,
+    max_workers: int | None = None,
+    progress: bool = True,
+) -> int:
+    """Compile and load instances now, on threads, so that later calls and captures need not.
+
+    Every argument that takes one value also takes several, and all combinations are compiled.
+
+    Args:
+        op: the operation, ``"mla_decode"``.
+        dtype: of the inputs, ``"bfloat16"`` or ``"float16"``.
+        kv_cache: ``"bf16"`` (or ``"fp16"``: the inputs' type), ``"fp8"``, ``"fp8_ds_mla"``.
+        query_fp8: e4m3 query; None: with an fp8 cache, as in serving.
+        rope: with positions.
+        kv_inputs_ready: instances for that promise.
+        vector: True for rows at multiples of 16 bytes, False for the element-wise instance.
+        split: as for the operation; None compiles every configuration that the table may choose.
+        device: GPU ordinal; by default the current one.
+        max_workers: compiling threads; by default one per CPU core, 16 at most.
+        progress: show a progress bar on standard error.
+
+    Returns:
+        The number of instances that are ready.
+
+    Raises:
+        ValueError: an argument names nothing that exists.
+        ToolchainError, CompileError: the kernels cannot be built here.
+
+    Example:
+        >>> k3cupy.warmup(kv_cache="fp8", rope=[False, True])    # doctest: +SKIP
+        8
+    """
+    if op not in _OPS:
+        checks.reject("op", " or ".join(map(repr, _OPS)), repr(op))
+    chosen = tuple(
+        config.instance(variant)
+        for variant in _variants(dtype, kv_cache, query_fp8, rope, kv_inputs_ready, vector)
+        for config in _configs(variant, split)
+    )
+    ordinal = toolchain.cupy().cuda.runtime.getDevice() if device is None else device
+    if not progress:
+        return instances.load_all(chosen, ordinal, max_workers=max_workers)
+    return _load_with_bar(chosen, ordinal, max_workers)
+
+
+def _several(value: _T | Sequence[_T]) -> Sequence[_T]:
+    return value if isinstance(value, list | tuple) else [value]  # type: ignore[list-item]
+
+
+def _variants(
+    dtype: str | Sequence[str],
+    kv_cache: str | Sequence[str],
+    query_fp8: bool | Sequence[bool] | None,
+    rope: bool | Sequence[bool],
+    kv_inputs_ready: bool | Sequence[bool],
+    vector: bool | Sequence[bool],
+) -> Iterator[MlaDecodeVariant]:
+    for name in _several(kv_cache):
+        if name not in _CACHES:
+            checks.reject("kv_cache", " or ".join(map(repr, _CACHES)), repr(name))
+    for name in _several(dtype):
+        if not MlaDecodeVariant(name).is_valid():
+            checks.reject("dtype", "'bfloat16' or 'float16'", repr(name))
+    for kind, cache, turned, ready, wide in itertools.product(
+        _several(dtype),
+        (_CACHES[name] for name in _several(kv_cache)),
+        _several(rope),
+        _several(kv_inputs_ready),
+        _several(vector),
+    ):
+        queries: Iterable[bool] = (cache == "fp8",) if query_fp8 is None else _several(query_fp8)
+        for query in queries:
+            variant = MlaDecodeVariant(kind, query, cache, turned, ready, wide)
+            if not variant.is_valid():
+                checks.reject("query_fp8", "False with an fp8_ds_mla cache", "True")
+            yield variant
+
+
+def _configs(
+    variant: MlaDecodeVariant, split: int | MlaDecodeConfig | None
+) -> Sequence[MlaDecodeConfig]:
+    if isinstance(split, MlaDecodeConfig):
+        return [split]
+    if split is not None:
+        if split not in DEFAULTS:
+            checks.reject("split", "None, 0, 1, 3 or an MlaDecodeConfig", repr(split))
+        return [DEFAULTS[split]]
+    return dispatched_configs(variant.kind) if variant.vector else [DEFAULTS[0]]
+
+
+def _load_with_bar(chosen: Sequence[Instance], device: int, max_workers: int | None) -> int:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("compiling kernels"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=len(set(chosen)))
+        return instances.load_all(
+            chosen, device, max_workers=max_workers, on_done=lambda _: bar.advance(task)
+        )

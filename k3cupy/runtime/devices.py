@@ -1,0 +1,83 @@
+"""What a kernel needs to know of a GPU, and making it current for the length of a call."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from k3cupy.runtime import toolchain
+
+_thread = threading.local()
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """Facts about one GPU.
+
+    Attributes:
+        index: CUDA ordinal.
+        name: as the driver gives it, for example ``"NVIDIA H200"``.
+        compute_capability: (major, minor).
+        num_sms: streaming multiprocessors.
+        shared_memory_optin: bytes of shared memory that one block may have at most.
+    """
+
+    index: int
+    name: str
+    compute_capability: tuple[int, int]
+    num_sms: int
+    shared_memory_optin: int
+
+    @property
+    def arch(self) -> str:
+        """The architecture in the field's notation, for example ``"sm_90"``."""
+        return f"sm_{self.compute_capability[0]}{self.compute_capability[1]}"
+
+    @property
+    def has_pdl(self) -> bool:
+        """Whether programmatic dependent launch exists (sm_90 and newer)."""
+        return self.compute_capability >= (9, 0)
+
+
+@functools.cache
+def info(index: int) -> DeviceInfo:
+    """Return the facts about a GPU, asked of the driver once.
+
+    Raises:
+        ToolchainError: CuPy is missing.
+    """
+    properties = toolchain.cupy().cuda.runtime.getDeviceProperties(index)
+    return DeviceInfo(
+        index=index,
+        name=properties["name"].decode(),
+        compute_capability=(properties["major"], properties["minor"]),
+        num_sms=properties["multiProcessorCount"],
+        shared_memory_optin=properties["sharedMemPerBlockOptin"],
+    )
+
+
+@contextlib.contextmanager
+def current(index: int) -> Iterator[None]:
+    """Make a GPU current, with its context on this thread, and put the caller's back at the end."""
+    runtime = toolchain.cupy().cuda.runtime
+    before = runtime.getDevice()
+    runtime.setDevice(index)
+    try:
+        yield
+    finally:
+        if before != index:
+            runtime.setDevice(before)
+
+
+def is_current(index: int) -> bool:
+    """Return whether a GPU is current and this thread already holds its context."""
+    if toolchain.cupy().cuda.runtime.getDevice() != index:
+        return False
+    if getattr(_thread, "bound", None) == index:
+        return True
+    toolchain.cupy().cuda.runtime.setDevice(index)
+    _thread.bound = index
+    return True

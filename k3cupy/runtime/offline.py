@@ -1,0 +1,70 @@
+"""Compiling without a GPU: for CI, for reading the machine code, for other architectures.
+
+CuPy's compiler asks the driver for a device, so this goes through cuda-core's ``Program``, with the
+options that CuPy adds by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from k3cupy.runtime import sources, toolchain
+from k3cupy.runtime.errors import CompileError
+
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
+"""What the kernels are compiled for in CI; only sm_90 has been run by us."""
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """Machine code of some instances.
+
+    Attributes:
+        code: the ELF file.
+        symbols: name expression -> symbol in the file.
+    """
+
+    code: bytes
+    symbols: dict[str, str]
+
+
+def compile_cubin(source: str, name_expressions: Sequence[str], arch: str) -> Cubin:
+    """Compile instances of one source into one binary.
+
+    Args:
+        source: file name inside ``cuda_src``.
+        name_expressions: the instances.
+        arch: for example ``"sm_90"``.
+
+    Raises:
+        CompileError: NVRTC refused the source or does not know the architecture.
+        ToolchainError: cuda-core or the headers are missing.
+
+    Example:
+        >>> from k3cupy.ops.mla_decode_config import MlaDecodeConfig, MlaDecodeVariant
+        >>> name = MlaDecodeConfig(0, 288, 1).name_expression(MlaDecodeVariant("bfloat16"))
+        >>> compile_cubin("mla_decode.cu", [name], "sm_90").code[:4]    # doctest: +SKIP
+        b'\x7fELF'
+    """
+    core = toolchain.cuda_core()
+    loaded = sources.load(source)
+    options = core.ProgramOptions(
+        arch=arch,
+        std="c++17",
+        ftz=True,
+        device_as_default_execution_space=True,
+        include_path=[str(loaded.directory), toolchain.include_directory()],
+    )
+    try:
+        program = core.Program(loaded.text, "c++", options)
+        code = program.compile("cubin", name_expressions=list(name_expressions))
+    except Exception as error:  # cuda-core raises classes of cuda-bindings, which may be absent
+        raise CompileError(
+            f"{loaded.directory / source}: NVRTC refused it for {arch}\n{error}"
+        ) from error
+    symbols = {
+        name: symbol.decode() if isinstance(symbol, bytes) else symbol
+        for name, symbol in code.symbol_mapping.items()
+    }
+    return Cubin(code=bytes(code.code), symbols=symbols)

@@ -1,0 +1,165 @@
+"""Where the CUDA sources are, and a digest of a source with everything it includes.
+
+CuPy's binary cache knows a source's text and the options but not the headers behind ``-I``: after
+an edit to a ``.cuh`` it would run the old binary. The digest, put into the source as a comment,
+covers them.
+
+``K3CUPY_SOURCE_DIR`` or ``source_dir`` name an edited copy of ``cuda_src``. While one is named,
+every call looks at the modification times, so that an edit takes effect at the next call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+import threading
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+
+from k3cupy.runtime import env
+from k3cupy.runtime.errors import ToolchainError
+
+_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+_override: ContextVar[str | None] = ContextVar("k3cupy_source_dir", default=None)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source file ready to compile.
+
+    Attributes:
+        text: the file's text behind a comment that holds the digest.
+        digest: of the file and of all files it includes, by content.
+        directory: the folder that ``#include "common/..."`` is relative to.
+    """
+
+    text: str
+    digest: str
+    directory: Path
+
+
+@contextlib.contextmanager
+def source_dir(path: str | Path) -> Iterator[Path]:
+    """Compile kernels from an edited copy of ``cuda_src`` inside a ``with`` block.
+
+    Args:
+        path: a folder laid out like ``cuda_src``; ``k3cupy.runtime.sources.shipped()`` is the one
+            to copy. Edits are seen at the next call.
+
+    Yields:
+        The folder as a ``Path``.
+
+    Raises:
+        FileNotFoundError: the folder does not exist.
+
+    Example:
+        >>> with k3cupy.source_dir("my_cuda_src"):            # doctest: +SKIP
+        ...     k3cupy.fused_mla_decode_q_concat_kv_cache_insert(...)
+    """
+    folder = Path(path).resolve()
+    if not folder.is_dir():
+        raise FileNotFoundError(f"source_dir: expected an existing folder, got {folder}")
+    token = _override.set(str(folder))
+    try:
+        yield folder
+    finally:
+        _override.reset(token)
+
+
+def shipped() -> Path:
+    """Return the folder of the sources that came with the package.
+
+    Raises:
+        ToolchainError: the installation is incomplete.
+    """
+    package = Path(__file__).resolve().parent.parent
+    for folder in (package / "cuda_src", package.parent / "cuda_src"):
+        if folder.is_dir():
+            return folder
+    raise ToolchainError(f"the CUDA sources are missing beside {package}; reinstall k3cupy")
+
+
+def overridden() -> str | None:
+    """Return the folder that replaces the shipped sources, or None."""
+    return _override.get() or env.source_dir()
+
+
+def directory() -> Path:
+    """Return the folder that the next compilation reads."""
+    folder = overridden()
+    if folder is None:
+        return shipped()
+    path = Path(folder).resolve()
+    if not path.is_dir():
+        raise ToolchainError(
+            f"K3CUPY_SOURCE_DIR: expected a folder with CUDA sources, got {folder!r}. "
+            "Unset it to use the sources that came with the package"
+        )
+    return path
+
+
+_lock = threading.Lock()
+_loaded: dict[tuple[Path, str], tuple[tuple[tuple[Path, int, int], ...], Source]] = {}
+
+
+def load(name: str) -> Source:
+    """Read a source file and digest it with its includes.
+
+    Args:
+        name: file name inside the source folder, for example ``"mla_decode.cu"``.
+
+    Raises:
+        ToolchainError: the file or one of its includes is missing.
+    """
+    folder = directory()
+    with _lock:
+        known = _loaded.get((folder, name))
+        if known is not None and (overridden() is None or _stamps_hold(known[0])):
+            return known[1]
+        files = _closure(folder, name)
+        digest = hashlib.sha256()
+        for path, text in files.items():
+            digest.update(f"{path.relative_to(folder)}\0{len(text)}\0{text}".encode())
+        stamps = tuple((path, *_stamp(path)) for path in files)
+        text = f"// k3cupy {digest.hexdigest()}\n#line 1\n{files[folder / name]}"
+        source = Source(text=text, digest=digest.hexdigest(), directory=folder)
+        _loaded[folder, name] = stamps, source
+        return source
+
+
+def epoch(name: str) -> str | None:
+    """Return what a plan must agree on: None for the shipped sources, else the present digest."""
+    return None if overridden() is None else load(name).digest
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_mtime_ns, status.st_size
+
+
+def _stamps_hold(stamps: tuple[tuple[Path, int, int], ...]) -> bool:
+    try:
+        return all(_stamp(path) == (mtime, size) for path, mtime, size in stamps)
+    except OSError:
+        return False
+
+
+def _closure(folder: Path, name: str) -> dict[Path, str]:
+    """Return the texts of a file and of everything it includes by quotes, in order of discovery."""
+    files: dict[Path, str] = {}
+    pending = [folder / name]
+    while pending:
+        path = pending.pop()
+        if path in files:
+            continue
+        try:
+            files[path] = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ToolchainError(f"CUDA source {path} cannot be read ({error})") from error
+        for included in _INCLUDE.findall(files[path]):
+            beside = path.parent / included
+            pending.append((beside if beside.is_file() else folder / included).resolve())
+    return files

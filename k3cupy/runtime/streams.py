@@ -1,0 +1,83 @@
+"""The caller's stream: PyTorch's current one, CuPy's current one, or the one that was given."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from k3cupy.runtime import toolchain
+
+_LEGACY_DEFAULT = 1
+_PER_THREAD_DEFAULT = 2
+_wrapped: dict[int, Any] = {}
+
+
+def handle_of(stream: Any) -> int:
+    """Return the driver handle of a stream given by a caller.
+
+    Args:
+        stream: an int, or an object with ``__cuda_stream__`` (or PyTorch's ``cuda_stream``, or
+            CuPy's ``ptr``).
+
+    Raises:
+        TypeError: anything else.
+    """
+    if isinstance(stream, int) and not isinstance(stream, bool):
+        return stream
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is not None:
+        version_and_handle = protocol() if callable(protocol) else protocol
+        return int(version_and_handle[1])
+    for attribute in ("cuda_stream", "ptr"):
+        value = getattr(stream, attribute, None)
+        if isinstance(value, int):
+            return value
+    raise TypeError(
+        "stream: expected an int handle or an object with __cuda_stream__, got "
+        f"{type(stream).__name__}"
+    )
+
+
+def current(framework: str, device: int) -> int:
+    """Return the handle of the stream on which a framework's next operation would run."""
+    if framework == "torch":
+        handle: int = sys.modules["torch"]._C._cuda_getCurrentRawStream(device)
+        return handle
+    cupy = toolchain.cupy()
+    with cupy.cuda.Device(device):
+        return int(cupy.cuda.get_current_stream().ptr)
+
+
+def dlpack_stream(device: int) -> int:
+    """Return the stream to name when a producer exports CUDA memory, in DLPack's numbering.
+
+    That is PyTorch's current stream where PyTorch uses CUDA, else CuPy's.
+    """
+    torch = sys.modules.get("torch")
+    initialized = torch is not None and torch.cuda.is_initialized()
+    return current("torch" if initialized else "cupy", device) or _LEGACY_DEFAULT
+
+
+def wrap(handle: int) -> Any:
+    """Return cuda-core's stream object for a handle; kept, because making one costs 2 us."""
+    stream = _wrapped.get(handle)
+    if stream is None:
+        stream = _wrapped[handle] = toolchain.cuda_core().Stream.from_handle(handle)
+    return stream
+
+
+def is_capturing(handle: int) -> bool:
+    """Return whether the stream is recording a CUDA graph."""
+    if handle in (0, _LEGACY_DEFAULT):
+        return False
+    return bool(toolchain.cupy().cuda.runtime.streamIsCapturing(handle))
+
+
+@contextlib.contextmanager
+def current_for_cupy(handle: int, device: int) -> Iterator[None]:
+    """Make a stream and its GPU current for CuPy operations."""
+    cupy = toolchain.cupy()
+    with cupy.cuda.Device(device), cupy.cuda.ExternalStream(handle, device):
+        yield

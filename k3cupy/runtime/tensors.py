@@ -1,0 +1,360 @@
+"""One view of a tensor, whoever made it: PyTorch, CuPy, NumPy, JAX or any DLPack producer.
+
+Two functions per producer:
+
+- ``probe`` gives the address and a hashable signature of everything else. It runs on every call
+  and is the key of the plan cache, so it reads attributes where the producer has them: PyTorch's
+  cost 0.8 us a tensor, its DLPack export with an importer behind it 1 to 18 us.
+- ``view`` gives the full description, for validation; only a plan-cache miss needs it.
+
+Other producers go through their DLPack capsule (see ``dlpack``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from k3cupy.runtime import dlpack, streams, toolchain
+
+Probe = tuple[int, Hashable, Any]
+"""Address, signature, and what must live until the memory has been used (None: the tensor itself)."""
+
+ALIGNMENT = 16
+"""Bytes of the widest access of the kernels; a signature holds the address modulo this."""
+
+
+@dataclass(frozen=True)
+class TensorView:
+    """A tensor's place and layout; strides count elements.
+
+    Attributes:
+        address: of the first element, byte offset included; 0 is fine for an empty tensor.
+        shape: extents.
+        strides: in elements, one per extent.
+        dtype: the field's name for the type, for example ``"bfloat16"`` or ``"float8_e4m3fn"``.
+        itemsize: bytes of an element, 0 for a type without a known size.
+        device_type: ``"cpu"``, ``"cuda"``, ``"cuda_host"`` (pinned) or ``"cuda_managed"``.
+        device_index: ordinal of the CUDA device, 0 on the CPU.
+        readonly: the producer forbids writing.
+        requires_grad: autograd follows this tensor.
+        framework: ``"torch"``, ``"cupy"``, ``"numpy"``, ``"jax"`` or ``"dlpack"``.
+        owner: what keeps the memory alive where the tensor itself may not: its DLPack capsule, for a
+            producer that exports a copy.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    device_type: str
+    device_index: int
+    readonly: bool
+    requires_grad: bool
+    framework: str
+    owner: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether kernels can read it."""
+        return self.device_type in ("cuda", "cuda_managed")
+
+    @property
+    def device(self) -> str:
+        """The device in words, ``"cpu"`` or ``"cuda:1"``."""
+        if self.device_type == "cpu":
+            return "cpu"
+        if self.device_type == "cuda_host":
+            return "cpu (pinned)"
+        return f"cuda:{self.device_index}"
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count
+
+    @property
+    def span(self) -> int:
+        """Bytes from the first element to the end of the last; strides must not be negative."""
+        if self.size == 0:
+            return 0
+        reach = sum(
+            (extent - 1) * stride for extent, stride in zip(self.shape, self.strides, strict=True)
+        )
+        return (reach + 1) * self.itemsize
+
+
+_ITEM_SIZES = {
+    "bool": 1,
+    "int8": 1,
+    "uint8": 1,
+    "int16": 2,
+    "uint16": 2,
+    "int32": 4,
+    "uint32": 4,
+    "int64": 8,
+    "uint64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+}
+
+
+def itemsize(dtype: str) -> int:
+    """Return the bytes of an element of the named type, 0 when unknown."""
+    return _ITEM_SIZES.get(dtype, 0)
+
+
+# --- PyTorch ------------------------------------------------------------------------------------
+
+
+def _probe_torch(t: Any) -> Probe:
+    address = t.data_ptr()
+    return address, (
+        t.shape,
+        t.stride(),
+        t.dtype,
+        t.device,
+        t.requires_grad,
+        address % ALIGNMENT,
+    ), None
+
+
+def _view_torch(t: Any) -> TensorView:
+    dtype = str(t.dtype).removeprefix("torch.")
+    return TensorView(
+        address=t.data_ptr(),
+        shape=tuple(t.shape),
+        strides=tuple(t.stride()),
+        dtype=dtype,
+        itemsize=t.element_size(),
+        device_type=t.device.type,
+        device_index=t.device.index or 0,
+        readonly=False,
+        requires_grad=t.requires_grad,
+        framework="torch",
+    )
+
+
+# --- NumPy and CuPy -----------------------------------------------------------------------------
+
+
+def _probe_numpy(a: Any) -> Probe:
+    address = a.__array_interface__["data"][0] if a.size else 0
+    key = ("numpy", a.shape, a.strides, a.dtype, a.flags.writeable, address % ALIGNMENT)
+    return address, key, None
+
+
+def _probe_cupy(a: Any) -> Probe:
+    address = a.data.ptr
+    key = ("cupy", a.shape, a.strides, a.dtype, a.data.device_id, address % ALIGNMENT)
+    return address, key, None
+
+
+def _element_strides(a: Any) -> tuple[int, ...]:
+    size = a.dtype.itemsize
+    if any(stride % size for stride in a.strides):
+        raise BufferError(f"strides {a.strides} bytes are not multiples of the {size}-byte element")
+    return tuple(stride // size for stride in a.strides)
+
+
+def _view_numpy(a: Any) -> TensorView:
+    return TensorView(
+        address=a.__array_interface__["data"][0] if a.size else 0,
+        shape=tuple(a.shape),
+        strides=_element_strides(a),
+        dtype=a.dtype.name if a.dtype.isnative else f"{a.dtype.name} in foreign byte order",
+        itemsize=a.dtype.itemsize,
+        device_type="cpu",
+        device_index=0,
+        readonly=not a.flags.writeable,
+        requires_grad=False,
+        framework="numpy",
+    )
+
+
+def _view_cupy(a: Any) -> TensorView:
+    return TensorView(
+        address=a.data.ptr,
+        shape=tuple(a.shape),
+        strides=_element_strides(a),
+        dtype=a.dtype.name,
+        itemsize=a.dtype.itemsize,
+        device_type="cuda",
+        device_index=a.data.device_id,
+        readonly=False,
+        requires_grad=False,
+        framework="cupy",
+    )
+
+
+# --- Any other DLPack producer ------------------------------------------------------------------
+
+
+def _view_dlpack(obj: Any) -> TensorView:
+    device_type, index = obj.__dlpack_device__()
+    on_gpu = int(device_type) in dlpack.CUDA_DEVICES
+    capsule = dlpack.export(obj, streams.dlpack_stream(int(index)) if on_gpu else None)
+    header = dlpack.read_header(capsule)
+    framework = "jax" if _is_jax(obj) else "dlpack"
+    return TensorView(
+        address=header.address,
+        shape=header.shape,
+        strides=header.strides,
+        dtype=header.dtype,
+        itemsize=itemsize(header.dtype),
+        device_type=header.device_type,
+        device_index=header.device_index,
+        readonly=header.readonly or framework == "jax",
+        requires_grad=False,
+        framework=framework,
+        owner=capsule,
+    )
+
+
+def _probe_dlpack(obj: Any) -> Probe:
+    v = _view_dlpack(obj)
+    key = (v.framework, v.shape, v.strides, v.dtype, v.device_type, v.device_index, v.readonly)
+    return v.address, (*key, v.address % ALIGNMENT), v.owner
+
+
+def _is_jax(obj: Any) -> bool:
+    return type(obj).__module__.partition(".")[0] in ("jax", "jaxlib")
+
+
+# --- Which producer -----------------------------------------------------------------------------
+
+_Handlers = tuple[str, Callable[[Any], Probe], Callable[[Any], TensorView]]
+_TORCH: _Handlers = ("torch", _probe_torch, _view_torch)
+_NUMPY: _Handlers = ("numpy", _probe_numpy, _view_numpy)
+_CUPY: _Handlers = ("cupy", _probe_cupy, _view_cupy)
+_DLPACK: _Handlers = ("dlpack", _probe_dlpack, _view_dlpack)
+
+_by_type: dict[type, _Handlers] = {}
+
+
+def _resolve(cls: type) -> _Handlers | None:
+    """Find the producer of a class without importing any framework: its base classes tell."""
+    torch = sys.modules.get("torch")
+    if torch is not None and issubclass(cls, torch.Tensor):
+        return _TORCH
+    for base in cls.__mro__:
+        root = base.__module__.partition(".")[0]
+        if root == "cupy" and base.__name__ == "ndarray":
+            return _CUPY
+        if root == "numpy" and base.__name__ == "ndarray":
+            return _NUMPY
+    if hasattr(cls, "__dlpack__") and hasattr(cls, "__dlpack_device__"):
+        return _DLPACK
+    return None
+
+
+def handlers(obj: Any) -> _Handlers:
+    """Return (framework, probe, view) for a tensor's class.
+
+    Raises:
+        TypeError: the object is no tensor; the text is the class's name only, for the caller to
+            put the argument's name before it.
+    """
+    cls = type(obj)
+    found = _by_type.get(cls)
+    if found is None:
+        found = _resolve(cls)
+        if found is None:
+            raise TypeError(cls.__name__)
+        _by_type[cls] = found
+    return found
+
+
+def view(obj: Any, name: str) -> TensorView:
+    """Describe a tensor.
+
+    Args:
+        obj: a tensor of any producer.
+        name: the argument's name, for the message.
+
+    Raises:
+        TypeError: not a tensor, or one whose export fails; the text begins with ``name``.
+    """
+    try:
+        return handlers(obj)[2](obj)
+    except TypeError as error:
+        raise TypeError(
+            f"{name}: expected a tensor (PyTorch, CuPy, NumPy, JAX or DLPack), got "
+            f"{type(obj).__name__}"
+        ) from error
+    except (BufferError, RuntimeError, ValueError) as error:
+        raise TypeError(f"{name}: expected a tensor with an exportable layout, got {error}") from (
+            error
+        )
+
+
+# --- Arrays over the same memory ----------------------------------------------------------------
+
+
+def as_numpy(v: TensorView, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Return a NumPy array over a CPU tensor's memory, which the caller must keep alive.
+
+    Args:
+        v: a tensor on the CPU with strides that are not negative.
+        dtype: type of the elements, as wide as the tensor's own.
+    """
+    element = np.dtype(dtype)
+    if v.size == 0:
+        return np.empty(v.shape, element)
+    flat = np.frombuffer((ctypes.c_char * v.span).from_address(v.address), np.uint8)
+    strides = tuple(stride * element.itemsize for stride in v.strides)
+    return np.ndarray(v.shape, element, buffer=flat, strides=strides)
+
+
+def as_cupy(v: TensorView, owner: Any) -> Any:
+    """Return a CuPy array over a CUDA tensor's memory; ``owner`` is kept alive by it."""
+    cupy = toolchain.cupy()
+    element = np.dtype(v.dtype)
+    memory = cupy.cuda.UnownedMemory(v.address, max(v.span, 1), owner, v.device_index)
+    strides = tuple(stride * element.itemsize for stride in v.strides)
+    pointer = cupy.cuda.MemoryPointer(memory, 0)
+    return cupy.ndarray(v.shape, element, memptr=pointer, strides=strides)
+
+
+def may_overlap(a: TensorView, b: TensorView) -> bool:
+    """Return whether two tensors share a byte.
+
+    Exact for every layout that NumPy's solver settles within its effort bound, else True.
+    """
+    if a.size == 0 or b.size == 0:
+        return False
+    if a.address >= b.address + b.span or b.address >= a.address + a.span:
+        return False
+
+    class _Placed:
+        def __init__(self, v: TensorView) -> None:
+            self.__array_interface__ = {
+                "version": 3,
+                "shape": v.shape,
+                "strides": tuple(stride * v.itemsize for stride in v.strides),
+                "typestr": f"|V{v.itemsize}",
+                "data": (v.address, True),
+            }
+
+    try:
+        return bool(
+            np.shares_memory(np.asarray(_Placed(a)), np.asarray(_Placed(b)), max_work=10_000)
+        )
+    except np.exceptions.TooHardError:
+        return True

@@ -1,0 +1,135 @@
+"""CuPy, cuda-core, NVRTC and the CUDA headers: found late, missed with a sentence that helps."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import re
+import sys
+import tempfile
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+from k3cupy.runtime.errors import ToolchainError
+
+INSTALL_HINT = (
+    'install the GPU stack with `pip install "k3cupy[cu12]"` (driver for CUDA 12) or '
+    '`pip install "k3cupy[cu13]"` (driver for CUDA 13)'
+)
+
+_import_lock = threading.Lock()
+
+
+@functools.cache
+def cupy() -> Any:
+    """Import CuPy.
+
+    CuPy makes its cache directory while it is imported; where that is impossible it would fail, so
+    a temporary directory takes its place, with one warning.
+
+    Raises:
+        ToolchainError: CuPy is not installed or does not load.
+    """
+    with _import_lock:
+        if "cupy" not in sys.modules:
+            _ensure_cache_directory()
+        try:
+            return importlib.import_module("cupy")
+        except ImportError as error:
+            raise ToolchainError(f"CuPy does not import ({error}); {INSTALL_HINT}") from error
+
+
+def cache_directory() -> Path:
+    """Return the directory in which CuPy keeps compiled binaries."""
+    return Path(os.environ.get("CUPY_CACHE_DIR", "~/.cupy/kernel_cache")).expanduser()
+
+
+def _ensure_cache_directory() -> None:
+    try:
+        cache_directory().mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:
+        wanted = os.environ.get("CUPY_CACHE_DIR", "~/.cupy/kernel_cache")
+        os.environ["CUPY_CACHE_DIR"] = tempfile.mkdtemp(prefix="k3cupy-cache-")
+        warnings.warn(
+            f"kernel cache: cannot create {wanted} ({error}); using "
+            f"{os.environ['CUPY_CACHE_DIR']} for this process. Set CUPY_CACHE_DIR to a writable "
+            "directory to keep compiled kernels.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+@functools.cache
+def cuda_core() -> Any:
+    """Import cuda-core.
+
+    Raises:
+        ToolchainError: cuda-core is not installed or does not load.
+    """
+    try:
+        return importlib.import_module("cuda.core")
+    except ImportError as error:
+        raise ToolchainError(f"cuda-core does not import ({error}); {INSTALL_HINT}") from error
+
+
+@functools.cache
+def include_directory() -> str:
+    """Return the directory of the CUDA headers: the wheel's, or that of a CUDA installation.
+
+    Raises:
+        ToolchainError: neither is there.
+    """
+    try:
+        pathfinder = importlib.import_module("cuda.pathfinder")
+        found = pathfinder.find_nvidia_header_directory("cudart")
+    except ImportError:
+        found = None
+    if found is None:
+        for variable in ("CUDA_PATH", "CUDA_HOME"):
+            root = os.environ.get(variable)
+            if root and Path(root, "include", "cuda_bf16.h").is_file():
+                return str(Path(root, "include"))
+    if found is None or not Path(found, "cuda_bf16.h").is_file():
+        raise ToolchainError(
+            "the CUDA headers (cuda_bf16.h) were not found in a wheel, CUDA_PATH or CUDA_HOME; "
+            'install them with `pip install "cuda-toolkit[cudart]==12.*"` (or ==13.*, the CUDA '
+            "release of your CuPy)"
+        )
+    return str(found)
+
+
+@functools.cache
+def header_version() -> tuple[int, int] | None:
+    """Return the CUDA release that the headers belong to, or None where they do not say."""
+    for name in ("cuda_runtime_api.h", "cuda.h"):
+        path = Path(include_directory(), name)
+        if path.is_file():
+            text = path.read_text(encoding="utf-8", errors="replace")
+            match = re.search(r"#define\s+(?:CUDART_VERSION|CUDA_VERSION)\s+(\d+)", text)
+            if match:
+                number = int(match.group(1))
+                return number // 1000, number % 1000 // 10
+    return None
+
+
+def options(source_directory: Path) -> tuple[str, ...]:
+    """Return the compiler options of every instance, the architecture aside."""
+    return ("--std=c++17", f"-I{source_directory}", f"-I{include_directory()}")
+
+
+def describe_versions(nvrtc: tuple[int, int] | None) -> str:
+    """Return one sentence on NVRTC and header releases, for a compile error."""
+    headers = header_version()
+    if nvrtc is None or headers is None:
+        return ""
+    text = f"NVRTC {nvrtc[0]}.{nvrtc[1]} with CUDA {headers[0]}.{headers[1]} headers from "
+    text += include_directory()
+    if nvrtc != headers:
+        text += (
+            ": the releases differ, which is a common cause of errors inside CUDA's own headers; "
+            "install matching `nvidia-cuda-nvrtc` and `nvidia-cuda-runtime` wheels"
+        )
+    return text

@@ -1,0 +1,29 @@
+"""Fixtures shared by all tests: the device, and the rule for tests that need a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    """Each behaviour test runs on the CPU and, where there is a GPU, on it."""
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def gpu_is_healthy(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Report an illegal access in the test that caused it, not in a later one."""
+    yield
+    if request.node.get_closest_marker("gpu") is not None:
+        torch.cuda.synchronize()
