@@ -12,10 +12,14 @@
 //     together in the argument block, and the divisions are multiplications.
 //   - After the wait the slot, the scale and the data are loaded side by side.
 //   - The consumer is released by the end of the blocks: nothing is signalled before the last store.
-// The first `cache_blocks` blocks write the cache, whose chain of loads is longer; the others write
-// the query.
+// The first `cache_blocks` blocks write the cache, whose chain of loads is longer, one warp a row; the
+// others write the query.
 //
-// Three mappings of threads to chunks give the same bits:
+// Two tokens may name one slot. Then the row must come whole from one of them, so the warp of a token
+// looks whether a later token has its slot, and leaves the row to it: the last one wins. The host
+// launches at most a few thousand tokens at a time, which bounds the search.
+//
+// Three mappings of threads to the chunks of the query rows give the same bits:
 //   kSplit 0   flat: the block's rows side by side, 512-wide parts in whole warps, then the RoPE
 //              parts; no idle lane. kChunksPerThread chunks a thread.
 //   kSplit 1   one warp walks a row: up to three chunks a lane.
@@ -29,6 +33,8 @@
 #include "common/rope.cuh"
 
 namespace k3cupy {
+
+constexpr int kWarpChunks = (kRowChunks + 31) / 32;  // a lane's share when one warp walks a row
 
 // Which row of its part of the grid a thread works on, and its chunks first, first + step, ...
 struct RowChunks {
@@ -46,7 +52,10 @@ __device__ __forceinline__ RowChunks map_thread(unsigned int block) {
     constexpr int kRopeLanes = kRopeChunks / kChunksPerThread;
     constexpr int kNopeThreads = kRows * kNopeLanes;
     static_assert(kRows * kRowChunks == kThreads * kChunksPerThread, "whole rows");
-    static_assert(kNopeLanes % kTileLanes == 0, "the lanes of a tile stay together");
+    static_assert(kNopeLanes * kChunksPerThread == kNopeChunks,
+                  "a thread's chunks are of one kind");
+    static_assert(kRopeLanes * kChunksPerThread == kRopeChunks,
+                  "a thread's chunks are of one kind");
     if (thread < kNopeThreads) {
       return {block * kRows + thread / kNopeLanes, static_cast<int>(thread % kNopeLanes),
               kNopeLanes};
@@ -57,7 +66,8 @@ __device__ __forceinline__ RowChunks map_thread(unsigned int block) {
   } else {
     static_assert(kSplit == 1 || kSplit == 3, "warps a row");
     static_assert(kThreads % 32 == 0, "whole warps");
-    static_assert(kChunksPerThread == (kSplit == 1 ? 3 : 1), "72 chunks over 32 or 96 lanes");
+    static_assert(kChunksPerThread == (kSplit == 1 ? kWarpChunks : 1),
+                  "72 chunks over 32 or 96 lanes");
     const unsigned int warp = block * (kThreads / 32) + thread / 32;
     return {warp / kSplit, static_cast<int>((warp % kSplit) * 32 + thread % 32), 32};
   }
@@ -91,6 +101,18 @@ __device__ __forceinline__ long long load_index(const char* address, unsigned in
 // A scale is a device pointer, or a value where the caller gave a Python float.
 __device__ __forceinline__ float load_scale(const float* pointer, float value) {
   return pointer != nullptr ? *pointer : value;
+}
+
+// Whether a token after `token` writes the same slot; the whole warp asks together.
+__device__ __forceinline__ bool is_overwritten(unsigned int token, long long slot,
+                                               const char* slot_mapping, long long slot_stride,
+                                               unsigned int slot_is_wide, unsigned int num_tokens) {
+  bool found = false;
+#pragma unroll 4
+  for (unsigned int other = token + 1 + threadIdx.x % 32; other < num_tokens; other += 32) {
+    found |= load_index(slot_mapping + other * slot_stride, slot_is_wide) == slot;
+  }
+  return __any_sync(0xffffffffu, found) != 0;
 }
 
 template <bool kVector, int kChunksPerThread>
@@ -166,52 +188,55 @@ __global__ void __launch_bounds__(kThreads) mla_decode_epilogue(
     long long position_stride, long long table_stride, long long max_position) {
   static_assert(!(kQueryFp8 && kCache == CacheFormat::kDsMla), "ds_mla keeps a 16-bit query");
   constexpr CacheFormat kQuery = kQueryFp8 ? CacheFormat::kFp8 : CacheFormat::kSame;
-  const bool is_cache_block = blockIdx.x < cache_blocks;
-  const RowChunks map = map_thread<kSplit, kThreads, kChunksPerThread>(
-      is_cache_block ? blockIdx.x : blockIdx.x - cache_blocks);
 
   // The table row of a token's position, read after the wait by the threads that rotate.
-  const auto table_row_of = [&](unsigned int token) -> const float* {
-    const bool needed = kRope && (kSplit != 0 || map.first >= kNopeChunks);
-    if (!needed) return nullptr;
+  const auto table_row_of = [&](unsigned int token, bool needed) -> const float* {
+    if (!kRope || !needed) return nullptr;
     long long p = load_index(positions + token * position_stride, position_is_wide);
     p = p < 0 ? 0 : (p >= max_position ? max_position - 1 : p);
     return reinterpret_cast<const float*>(cos_sin_cache + p * table_stride);
   };
-  Chunk chunk[kChunksPerThread];
 
   // Every block waits, also one that has nothing to store, so that this kernel never ends before
   // its predecessor: the consumer relies on both.
-  if (is_cache_block) {
+  if (blockIdx.x < cache_blocks) {
+    constexpr unsigned int kWarps = kThreads / 32;
+    const RowChunks map = {blockIdx.x * kWarps + threadIdx.x / 32,
+                           static_cast<int>(threadIdx.x % 32), 32};
     const unsigned int token = map.row;
     const char* nope_row = kv_c_normed + offset_of(token, kv_c_stride);
     const char* rope_row = k_pe + offset_of(token, k_pe_stride);
     if constexpr (!kKvInputsReady) wait_for_predecessor(nope_row, rope_row);
-    if (token >= num_tokens) return;
+    if (threadIdx.x >= 32 * kWarps || token >= num_tokens) return;
+    Chunk chunk[kWarpChunks];
     load_row<kVector>(chunk, map, nope_row, rope_row);
     const long long slot = load_index(slot_mapping + token * slot_stride, slot_is_wide);
+    const bool overwritten =
+        is_overwritten(token, slot, slot_mapping, slot_stride, slot_is_wide, num_tokens);
     const float scale_inv =
         kCache == CacheFormat::kFp8 ? load_scale(cache_scale_inv, cache_scale_value) : 1.0f;
-    const float* table_row = table_row_of(token);
+    const float* table_row = table_row_of(token, true);
     // A slot outside the cache is skipped like padding.
-    const bool write = slot >= 0 && slot < num_slots;
+    const bool write = slot >= 0 && slot < num_slots && !overwritten;
     const unsigned int in_range = write ? static_cast<unsigned int>(slot) : 0u;
     const unsigned int block = quotient(in_range, block_size_magic, block_size_shift);
     char* target = kv_cache + offset_of(block, cache_block_stride) +
                    offset_of(in_range - block * block_size, cache_token_stride);
     store_row<T, kCache, kRope, kVector>(chunk, map, target, write, scale_inv, table_row);
   } else {
+    const RowChunks map = map_thread<kSplit, kThreads, kChunksPerThread>(blockIdx.x - cache_blocks);
     const unsigned int token = quotient(map.row, num_heads_magic, num_heads_shift);
     const unsigned int head = map.row - token * num_heads;
-    const char* nope_row = ql_nope + offset_of(token, ql_nope_token_stride) +
-                           offset_of(head, ql_nope_head_stride);
+    const char* nope_row =
+        ql_nope + offset_of(token, ql_nope_token_stride) + offset_of(head, ql_nope_head_stride);
     const char* rope_row =
         q_pe + offset_of(token, q_pe_token_stride) + offset_of(head, q_pe_head_stride);
     wait_for_predecessor(nope_row, rope_row);
     if (map.row >= num_query_rows) return;
+    Chunk chunk[kChunksPerThread];
     load_row<kVector>(chunk, map, nope_row, rope_row);
     const float scale_inv = kQueryFp8 ? load_scale(q_scale_inv, q_scale_value) : 1.0f;
-    const float* table_row = table_row_of(token);
+    const float* table_row = table_row_of(token, kSplit != 0 || map.first >= kNopeChunks);
     constexpr int kRowBytes = kLatentDim * (kQueryFp8 ? 1 : 2);
     char* target = mqa_q + static_cast<unsigned long long>(map.row) * kRowBytes;
     store_row<T, kQuery, kRope, kVector>(chunk, map, target, true, scale_inv, table_row);

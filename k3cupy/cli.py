@@ -21,17 +21,15 @@ def show_config() -> None:
 
 @main.command()
 @click.option("--dtype", multiple=True, default=["bfloat16"], show_default=True)
-@click.option(
-    "--kv-cache", multiple=True, default=["bf16", "fp8", "fp8_ds_mla"], show_default=True
-)
+@click.option("--kv-cache", multiple=True, default=["bf16", "fp8", "fp8_ds_mla"], show_default=True)
 @click.option("--rope/--no-rope", default=False, show_default=True)
 @click.option("--device", type=int, default=None, help="GPU ordinal; the current one by default.")
-def warmup(dtype: tuple[str, ...], kv_cache: tuple[str, ...], rope: bool, device: int | None) -> None:
+def warmup(
+    dtype: tuple[str, ...], kv_cache: tuple[str, ...], rope: bool, device: int | None
+) -> None:
     """Compile the kernels that the tables may choose, into CuPy's disk cache."""
     try:
-        count = k3cupy.warmup(
-            dtype=list(dtype), kv_cache=list(kv_cache), rope=rope, device=device
-        )
+        count = k3cupy.warmup(dtype=list(dtype), kv_cache=list(kv_cache), rope=rope, device=device)
     except (ValueError, k3cupy.ToolchainError, k3cupy.CompileError) as error:
         raise click.ClickException(str(error)) from error
     click.echo(f"{count} kernels are ready")

@@ -121,6 +121,7 @@ CASES["cache-wide"] = make("kv_cache", lambda t: padded(t, 64), "640")
 CASES["cache-2d"] = make("kv_cache", lambda t: t[0], r"\d")
 CASES["cache-4d"] = make("kv_cache", lambda t: t[None], r"\d")
 CASES["cache-inner-stride"] = make("kv_cache", every_other, "2")
+CASES["cache-expanded"] = make("kv_cache", lambda t: t[:1].expand(2, 16, 576), "overlap|stride")
 CASES["case09-no-slots"] = make("slot_mapping", lambda t: t[:0], "0")
 CASES["case09-few-slots"] = make("slot_mapping", lambda t: t[:7], "7")
 CASES["slots-2d"] = make("slot_mapping", lambda t: t[:, None], r"\d")
@@ -169,6 +170,9 @@ for wrong in (BF16, torch.float32, torch.int8, torch.float8_e5m2):
 for shape in ((8, 3, 575), (8, 2, 576), (7, 3, 576), (9, 3, 576), (24, 576), (1, 8, 3, 576)):
     CASES[f"out-{shape}"] = put("out", torch.zeros(shape, dtype=BF16), str(shape[-2]))
 CASES["out-strided"] = put("out", torch.zeros(8, 3, 600, dtype=BF16)[..., :576], "1800|600|stride")
+CASES["out-expanded"] = put(
+    "out", torch.zeros(1, HEADS, 576, dtype=BF16).expand(TOKENS, HEADS, 576), "stride"
+)
 CASES["out-transposed"] = put(
     "out", torch.zeros(3, 8, 576, dtype=BF16).transpose(0, 1), "4608|stride"
 )

@@ -144,8 +144,12 @@ def test_case01_strides_of_size_one_dimensions(device: str, stride: int) -> None
     call = call.with_tensors(k_pe=k_pe, slot_mapping=call.slot_mapping.as_strided((1,), (stride,)))
     row = call.cache.tensor
     assert row.shape[:2] == (1, 1)
-    mqa_q = call.run(kv_cache=row.as_strided(row.shape, (stride, 5, 1)))
-    call.check_query(mqa_q)
+    out = torch.zeros(576, dtype=BF16, device=device)
+    mqa_q = call.run(
+        kv_cache=row.as_strided(row.shape, (stride, 5, 1)),
+        out=out.as_strided((1, 1, 576), (7, stride, 1)),
+    )
+    call.check_query(mqa_q.as_strided((1, 1, 576), (576, 576, 1)))
     oracle.assert_same_bits(
         oracle.bits(row)[0],
         call.expected_rows().bits,

@@ -211,6 +211,33 @@ def test_numpy_byte_order_is_not_guessed() -> None:
         refused(wrong, name, ">|byte order|big", box=call.cache)
 
 
+@pytest.mark.parametrize("name", ["kv_c_normed", "kv_cache"])
+def test_numpy_arrays_off_their_element_size_are_refused(name: str) -> None:
+    """An odd address and a row stride of odd bytes: NumPy allows both, no kernel can."""
+    call = make_call(5, 2, dtype=FP16)
+    arguments = wrapped(call, numpy_of)
+    shape = arguments[name].shape
+    memory = np.zeros(2 * arguments[name].size + 4096, np.uint8)
+    size = 2 * arguments[name].size
+    arguments[name] = memory[1 : 1 + size].view(np.float16).reshape(shape)
+    refused(arguments, name, "address|align", box=call.cache)
+    width = 2 * shape[-1] + 1
+    strides = (width,) if len(shape) == 2 else (shape[1] * width, width)
+    arguments[name] = np.ndarray(shape, np.float16, memory, strides=(*strides, 2))
+    refused(arguments, name, "stride", box=call.cache)
+
+
+@pytest.mark.parametrize("scale", [np.float32(0.3), np.float64(0.3), 2, np.array([0.3], "f4")])
+def test_scales_as_other_numbers(scale: Any) -> None:
+    """Python ints, NumPy numbers and NumPy arrays of one element are scales too."""
+    call = make_call(5, 2, q_fp8=True, cache="fp8")
+    value = torch.tensor(scale if isinstance(scale, np.ndarray) else [float(scale)])
+    before = call.cache.snapshot()
+    mqa_q = call.run(q_scale_inv=scale, cache_scale_inv=scale)
+    call.options.update(q_scale_inv=value.float(), cache_scale_inv=value.float())
+    call.check(before, mqa_q)
+
+
 # JAX
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -52,14 +51,22 @@ def check_strides(name: str, v: TensorView, *, inner: bool = True) -> None:
         return
     for axis, (extent, stride) in enumerate(zip(v.shape, v.strides, strict=True)):
         if extent > 1 and stride < 0:
-            reject(name, "strides that are not negative", f"stride {stride} at axis {axis}",
-                   "Make a contiguous copy first")
+            reject(
+                name,
+                "strides that are not negative",
+                f"stride {stride} at axis {axis}",
+                "Make a contiguous copy first",
+            )
     if inner and v.shape and v.shape[-1] > 1 and v.strides[-1] != 1:
-        reject(name, "inner stride 1", f"inner stride {v.strides[-1]}",
-               "Make a contiguous copy first")
+        reject(
+            name, "inner stride 1", f"inner stride {v.strides[-1]}", "Make a contiguous copy first"
+        )
     if v.itemsize and v.address % v.itemsize:
-        reject(name, f"an address that is a multiple of its {v.itemsize}-byte element",
-               f"address 0x{v.address:x}")
+        reject(
+            name,
+            f"an address that is a multiple of its {v.itemsize}-byte element",
+            f"address 0x{v.address:x}",
+        )
 
 
 def check_writable(name: str, v: TensorView) -> None:
@@ -118,11 +125,6 @@ def check_scale_tensor(name: str, v: TensorView) -> None:
     check_dtype(name, v, ("float32",))
 
 
-def is_number(value: Any) -> bool:
-    """Return whether a value is a plain real number and neither a bool nor an array."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool | np.bool_)
-
-
 def scale_value(name: str, value: Any) -> float:
     """Return a scale given as a number.
 
@@ -141,11 +143,14 @@ def misalignment(name: str, v: TensorView) -> str | None:
     if v.size == 0:
         return None
     if v.address % ALIGNMENT:
-        return f"{name}: the address is {v.address % ALIGNMENT} bytes past a multiple of 16"
+        past = v.address % ALIGNMENT
+        return f"{name} is not aligned: its address is {past} bytes past a multiple of 16"
     for extent, stride in zip(v.shape[:-1], v.strides[:-1], strict=True):
         step = stride * v.itemsize
         if extent > 1 and step % ALIGNMENT:
-            return f"{name}: a stride of {stride} elements is {step} bytes, no multiple of 16"
+            return (
+                f"{name} is not aligned: a stride of {stride} elements is no multiple of 16 bytes"
+            )
         if extent > 1 and step >= 1 << 32:
-            return f"{name}: rows {step} bytes apart pass the 4 GiB of the 128-bit path"
+            return f"{name} has rows {step} bytes apart, past the 4 GiB of the 128-bit kernel"
     return None

@@ -9,7 +9,13 @@ from k3cupy.ops import checks
 from k3cupy.ops.decision import Decision
 from k3cupy.ops.mla_decode_config import SOURCE, MlaDecodeConfig
 from k3cupy.ops.mla_decode_plan import Plan, decide, make_plan
-from k3cupy.ops.mla_decode_validate import MlaDecodeCall, check_grad, check_split, validate
+from k3cupy.ops.mla_decode_validate import (
+    MlaDecodeCall,
+    check_grad,
+    check_split,
+    validate,
+    views_of,
+)
 from k3cupy.runtime import sources, tensors
 
 
@@ -93,23 +99,34 @@ def fused_mla_decode_q_concat_kv_cache_insert(
         >>> mqa_q.shape
         torch.Size([2, 12, 576])
     """
-    call = MlaDecodeCall(
+    values = (
         ql_nope,
         q_pe,
         kv_c_normed,
         k_pe,
         kv_cache,
         slot_mapping,
-        ds_mla,
         q_scale_inv,
         cache_scale_inv,
         positions,
         cos_sin_cache,
         out,
-        kv_inputs_ready,
     )
-    plan, addresses, owners = _plan_for(call, split, pdl, stream)
-    result = plan.run(call, addresses, stream)
+    if split is not None:
+        check_split(split)
+    if pdl is not None and not isinstance(pdl, bool):
+        checks.reject("pdl", "None, True or False", repr(pdl), error=TypeError)
+    try:
+        addresses, signature, owners = tensors.probe_all(values)
+    except Exception:
+        views_of(values)  # says in words what cannot be read
+        raise
+    key = (*signature, ds_mla, kv_inputs_ready, split, pdl, sources.epoch(SOURCE))
+    plan = _plans.get(key)
+    if plan is None:
+        plan = make_plan(MlaDecodeCall(values, ds_mla, kv_inputs_ready), split, pdl, stream)
+        _remember(key, plan)
+    result = plan.run(values, addresses, stream)
     del owners  # memory that exists only for this call has been used, or queued to be
     return result
 
@@ -140,21 +157,20 @@ def explain_mla_decode(
     Returns:
         Backend, configuration, template instance and the reason in words.
     """
-    call = MlaDecodeCall(
+    values = (
         ql_nope,
         q_pe,
         kv_c_normed,
         k_pe,
         kv_cache,
         slot_mapping,
-        ds_mla,
         q_scale_inv,
         cache_scale_inv,
         positions,
         cos_sin_cache,
         out,
-        kv_inputs_ready,
     )
+    call = MlaDecodeCall(values, ds_mla, kv_inputs_ready)
     problem = validate(call)
     check_grad(problem.views)
     return decide(problem, check_split(split), pdl)
@@ -167,44 +183,8 @@ _plans_lock = threading.Lock()
 _MAX_PLANS = 4096
 
 
-def _plan_for(
-    call: MlaDecodeCall, split: Any, pdl: Any, stream: Any
-) -> tuple[Plan, list[int], list[Any]]:
-    """Return the plan of a call, its tensors' addresses and what keeps their memory alive.
-
-    Addresses are in the order of MlaDecodeCall.TENSORS.
-    """
-    if split is not None:
-        check_split(split)
-    if pdl is not None and not isinstance(pdl, bool):
-        checks.reject("pdl", "None, True or False", repr(pdl), error=TypeError)
-    addresses: list[int] = []
-    owners: list[Any] = []
-    signature: list[Any] = []
-    for name in MlaDecodeCall.TENSORS:
-        value = getattr(call, name)
-        if value is None:
-            addresses.append(0)
-            signature.append(None)
-        elif name.endswith("scale_inv") and checks.is_number(value):
-            checks.scale_value(name, value)
-            addresses.append(0)
-            signature.append("number")
-        else:
-            try:
-                address, layout, owner = tensors.handlers(value)[1](value)
-            except Exception:
-                validate(call)  # says in words what cannot be read
-                raise
-            addresses.append(address)
-            signature.append(layout)
-            owners.append(owner)
-    key = (*signature, call.ds_mla, call.kv_inputs_ready, split, pdl, sources.epoch(SOURCE))
-    plan = _plans.get(key)
-    if plan is None:
-        plan = make_plan(call, split, pdl, stream)
-        with _plans_lock:
-            if len(_plans) >= _MAX_PLANS:
-                _plans.clear()
-            _plans[key] = plan
-    return plan, addresses, owners
+def _remember(key: Any, plan: Plan) -> None:
+    with _plans_lock:
+        if len(_plans) >= _MAX_PLANS:
+            _plans.clear()
+        _plans[key] = plan

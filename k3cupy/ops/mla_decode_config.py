@@ -1,4 +1,4 @@
-"""Instances of the MLA decode epilogue: what varies with the call, what is tuned, and the choice."""
+"""Instances of the MLA decode epilogue: what the call decides, what is tuned, and the choice."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class MlaDecodeVariant:
 
 @dataclass(frozen=True)
 class MlaDecodeConfig:
-    """How threads are mapped to the 72 chunks of a row.
+    """How threads are mapped to the 72 chunks of a query row.
 
     Attributes:
         split: 0 for the flat mapping, else warps that share a row (1 or 3).
@@ -76,20 +76,22 @@ class MlaDecodeConfig:
     def is_valid(self) -> bool:
         """Return whether the kernel can be compiled with these numbers."""
         threads, chunks = self.block_size, self.chunks_per_thread
-        if not 0 < threads <= _MAX_THREADS:
+        if not 32 <= threads <= _MAX_THREADS:
             return False
         if self.split == 0:
-            lanes_hold_tiles = (
-                chunks in (1, 2, 4, 8) and _NOPE_CHUNKS // chunks % _TILE_LANES == 0
-            )
+            lanes_hold_tiles = chunks in (1, 2, 4, 8) and _NOPE_CHUNKS // chunks % _TILE_LANES == 0
             return lanes_hold_tiles and threads * chunks % _ROW_CHUNKS == 0
         return threads % 32 == 0 and (self.split, chunks) in ((1, 3), (3, 1))
 
-    def blocks(self, num_rows: int) -> int:
-        """Return how many blocks cover a number of rows."""
+    def query_blocks(self, num_rows: int) -> int:
+        """Return how many blocks write a number of query rows (tokens times heads)."""
         if self.split == 0:
             return -(-num_rows // (self.block_size * self.chunks_per_thread // _ROW_CHUNKS))
         return -(-num_rows * self.split // (self.block_size // 32))
+
+    def cache_blocks(self, num_tokens: int) -> int:
+        """Return how many blocks write the cache rows, one warp a row."""
+        return -(-num_tokens // (self.block_size // 32))
 
     def name_expression(self, variant: MlaDecodeVariant) -> str:
         """Return the C++ name of the instance."""
@@ -129,7 +131,11 @@ CANDIDATES = (
 )
 """What the benchmark measures and the tables choose from."""
 
-DEFAULTS = {0: MlaDecodeConfig(0, 288, 1), 1: MlaDecodeConfig(1, 256, 3), 3: MlaDecodeConfig(3, 256, 1)}
+DEFAULTS = {
+    0: MlaDecodeConfig(0, 288, 1),
+    1: MlaDecodeConfig(1, 256, 3),
+    3: MlaDecodeConfig(3, 256, 1),
+}
 """The configuration meant by ``split=0``, ``1`` or ``3``."""
 
 

@@ -1,8 +1,8 @@
-"""Plans of the MLA decode epilogue: a validated call, its kernel and its launch, ready to repeat."""
+"""Plans of the MLA decode epilogue: a validated call with its kernel, ready to repeat."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import ml_dtypes  # noqa: F401  registers bfloat16 and float8 with NumPy
@@ -11,13 +11,20 @@ import numpy as np
 from k3cupy.constants import LATENT_DIM, QK_ROPE_HEAD_DIM
 from k3cupy.ops import checks, outputs
 from k3cupy.ops.decision import Decision
-from k3cupy.ops.mla_decode_config import DEFAULTS, MlaDecodeConfig, choose
+from k3cupy.ops.mla_decode_config import (
+    DEFAULTS,
+    MlaDecodeConfig,
+    MlaDecodeVariant,
+    choose,
+)
 from k3cupy.ops.mla_decode_validate import (
+    TENSORS,
     MlaDecodeCall,
     MlaDecodeProblem,
     check_grad,
     check_split,
     validate,
+    views_of,
 )
 from k3cupy.reference.mla_decode import mla_decode_reference
 from k3cupy.runtime import devices, env, instances, launch, streams, tensors
@@ -27,15 +34,22 @@ from k3cupy.runtime.tensors import TensorView
 _UNTUNED = DEFAULTS[0]
 """The configuration of the element-wise kernel, which has no table."""
 
-_INDEX = {name: i for i, name in enumerate(MlaDecodeCall.TENSORS)}
-_WRITTEN = ("kv_cache", "out")
+_MAX_TOKENS_PER_LAUNCH = 4096
+"""A token's warp looks through the later slots of its launch (see the kernel), so larger batches
+are launched in slices, one after the other."""
+
+_INDEX = {name: i for i, name in enumerate(TENSORS)}
+_CACHE, _OUT = _INDEX["kv_cache"], _INDEX["out"]
+_Q_SCALE, _CACHE_SCALE = _INDEX["q_scale_inv"], _INDEX["cache_scale_inv"]
+
+Values = tuple[Any, ...]
 
 
 class Plan(Protocol):
     """What repeats a call for other tensors of the same layout."""
 
-    def run(self, call: MlaDecodeCall, addresses: list[int], stream: Any) -> Any:
-        """Compute the call whose tensors have these addresses, in the order of TENSORS."""
+    def run(self, values: Values, addresses: list[int], stream: Any) -> Any:
+        """Compute a call; values and addresses are in the order of TENSORS."""
 
 
 def decide(
@@ -67,10 +81,20 @@ def decide(
     return Decision(
         backend="cuda",
         config=config,
-        name_expression=config.name_expression(problem.variant),
+        name_expression=config.name_expression(_kernel_variant(problem)),
         pdl=device.has_pdl if pdl is None else pdl and device.has_pdl,
         reason=reason,
     )
+
+
+def _kernel_variant(problem: MlaDecodeProblem) -> MlaDecodeVariant:
+    """Return the variant to compile.
+
+    A batch in slices cannot use the promise of ``kv_inputs_ready``: the kernel before a slice is the
+    slice before it, which may write the same cache rows.
+    """
+    sliced = problem.num_tokens > _MAX_TOKENS_PER_LAUNCH
+    return replace(problem.variant, kv_inputs_ready=False) if sliced else problem.variant
 
 
 def make_plan(
@@ -85,74 +109,49 @@ def make_plan(
     problem = validate(call)
     check_grad(problem.views)
     decision = decide(problem, check_split(split), pdl)
-    frameworks = {v.framework for v in problem.views.values()}
-    layout = _Layout(
-        framework=problem.views["ql_nope"].framework,
-        stream_framework="torch" if "torch" in frameworks else "cupy",
-        follows_grad=any(v.requires_grad for v in problem.views.values()),
-        spans=tuple((name, _INDEX[name], v.span) for name, v in problem.views.items()),
-    )
     if decision.backend == "reference":
-        return _ReferencePlan(problem, layout)
-    kernel = None
-    if problem.num_tokens:
-        kernel = _load(decision.config, problem, layout, stream)
-    return _CudaPlan(problem, layout, decision, kernel)
+        return _ReferencePlan(problem)
+    return _CudaPlan(problem, decision, stream)
 
 
-@dataclass(frozen=True)
 class _Layout:
-    """What a plan knows of its tensors besides the problem."""
+    """What varies between the calls of one plan and is checked on each: grad mode and overlap."""
 
-    framework: str
-    stream_framework: str
-    follows_grad: bool
-    spans: tuple[tuple[str, int, int], ...]
+    def __init__(self, problem: MlaDecodeProblem) -> None:
+        self._views = problem.views
+        self._follows_grad = any(v.requires_grad for v in problem.views.values())
+        spans = {_INDEX[name]: v.span for name, v in problem.views.items()}
+        self._cache_span = spans.pop(_CACHE)
+        self._out_span = spans.get(_OUT)
+        self._near_cache = tuple(spans.items())
+        spans.pop(_OUT, None)
+        self._near_out = tuple(spans.items())
 
-    def check(self, problem: MlaDecodeProblem, call: MlaDecodeCall, addresses: list[int]) -> None:
-        """Check what varies between calls of one plan: grad mode, and outputs apart from inputs."""
-        if self.follows_grad:
-            check_grad(problem.views)
-        cache = addresses[_INDEX["kv_cache"]]
-        out = addresses[_INDEX["out"]]
-        cache_end, out_end = cache, out
-        for name, _, span in self.spans:
-            if name == "kv_cache":
-                cache_end += span
-            elif name == "out":
-                out_end += span
-        for name, index, span in self.spans:
-            start = addresses[index]
-            end = start + span
-            near_cache = name != "kv_cache" and start < cache_end and cache < end
-            near_out = name != "out" and start < out_end and out < end
-            if near_cache or near_out:
-                views = {key: tensors.view(value, key) for key, value in call.tensors().items()}
-                checks.check_no_overlap(
-                    {key: v for key, v in views.items() if key in _WRITTEN},
-                    {key: v for key, v in views.items() if key not in _WRITTEN},
-                )
-                return
+    def check(self, values: Values, addresses: list[int]) -> None:
+        """Raise as ``validate`` would if these tensors had been its arguments."""
+        if self._follows_grad:
+            check_grad(self._views)
+        suspicious = _any_within(addresses, _CACHE, self._cache_span, self._near_cache)
+        if self._out_span is not None and not suspicious:
+            suspicious = _any_within(addresses, _OUT, self._out_span, self._near_out)
+        if suspicious:
+            views = views_of(values)
+            read = {name: v for name, v in views.items() if name not in ("kv_cache", "out")}
+            written = {name: v for name, v in views.items() if name not in read}
+            checks.check_no_overlap(written, read)
 
 
-def _load(
-    config: MlaDecodeConfig, problem: MlaDecodeProblem, layout: _Layout, stream: Any
-) -> instances.LoadedKernel:
-    device = problem.views["ql_nope"].device_index
-    instance = config.instance(problem.variant)
-    if not instances.is_loaded(instance, device):
-        handle = _stream_handle(layout.stream_framework, device, stream)
-        if streams.is_capturing(handle):
-            raise CaptureError(
-                f"{instance.name_expression} is not loaded and stream 0x{handle:x} is capturing a "
-                "CUDA graph, where nothing can be compiled or loaded. Before the capture call "
-                "k3cupy.warmup(...), or run this call once with the same shapes and types"
-            )
-    return instances.load(instance, device)
-
-
-def _stream_handle(framework: str, device: int, stream: Any) -> int:
-    return streams.current(framework, device) if stream is None else streams.handle_of(stream)
+def _any_within(
+    addresses: list[int], target: int, span: int, others: tuple[tuple[int, int], ...]
+) -> bool:
+    """Return whether one of the others may touch the bytes from the target's start to its end."""
+    start = addresses[target]
+    end = start + span
+    for index, other_span in others:
+        other = addresses[index]
+        if other < end and start < other + other_span:
+            return True
+    return False
 
 
 def _out_dtype(problem: MlaDecodeProblem) -> str:
@@ -162,51 +161,54 @@ def _out_dtype(problem: MlaDecodeProblem) -> str:
 class _ReferencePlan:
     """A call on CPU tensors."""
 
-    def __init__(self, problem: MlaDecodeProblem, layout: _Layout) -> None:
+    def __init__(self, problem: MlaDecodeProblem) -> None:
         self._problem = problem
-        self._layout = layout
+        self._layout = _Layout(problem)
+        self._framework = problem.views["ql_nope"].framework
         shape = (problem.num_tokens, problem.num_heads, LATENT_DIM)
-        self._allocate = outputs.allocator(layout.framework, shape, _out_dtype(problem), None)
+        self._allocate = outputs.allocator(self._framework, shape, _out_dtype(problem), None)
 
-    def run(self, call: MlaDecodeCall, addresses: list[int], stream: Any) -> Any:
-        problem = self._problem
-        self._layout.check(problem, call, addresses)
-        out = self._allocate() if call.out is None else call.out
-        views = {name: tensors.view(value, name) for name, value in call.tensors().items()}
-        element = np.dtype(problem.variant.dtype)
+    def run(self, values: Values, addresses: list[int], stream: Any) -> Any:
+        problem, variant = self._problem, self._problem.variant
+        self._layout.check(values, addresses)
+        out = self._allocate() if values[_OUT] is None else values[_OUT]
+        views = views_of(values)
+        element = np.dtype(variant.dtype)
+        cache_element = element if variant.cache == "same" else np.uint8
         count = problem.num_tokens
         slots = _as_array(views["slot_mapping"])[:count]
-        positions = _as_array(views["positions"])[:count] if "positions" in views else None
-        table = _as_array(views["cos_sin_cache"]) if "cos_sin_cache" in views else None
+        positions = _as_array(views["positions"])[:count] if variant.rope else None
         if env.check_enabled():
             _check_indices(slots, positions, problem)
-        mqa_q = tensors.view(out, "out")
-        cache = views["kv_cache"]
         mla_decode_reference(
             tensors.as_numpy(views["ql_nope"], element),
             tensors.as_numpy(views["q_pe"], element),
             tensors.as_numpy(views["kv_c_normed"], element),
             tensors.as_numpy(views["k_pe"], element).reshape(count, QK_ROPE_HEAD_DIM),
-            tensors.as_numpy(cache, element if cache.dtype == problem.variant.dtype else np.uint8),
+            tensors.as_numpy(views["kv_cache"], cache_element),
             slots,
-            tensors.as_numpy(mqa_q, np.uint8 if problem.variant.query_fp8 else element),
-            ds_mla=call.ds_mla,
-            q_scale_inv=_scale_number(call.q_scale_inv, views.get("q_scale_inv")),
-            cache_scale_inv=_scale_number(call.cache_scale_inv, views.get("cache_scale_inv")),
+            tensors.as_numpy(tensors.view(out, "out"), np.uint8 if variant.query_fp8 else element),
+            ds_mla=variant.cache == "ds_mla",
+            q_scale_inv=_scale_on_cpu("q_scale_inv", values, views),
+            cache_scale_inv=_scale_on_cpu("cache_scale_inv", values, views),
             positions=positions,
-            cos_sin_cache=table,
+            cos_sin_cache=_as_array(views["cos_sin_cache"]) if variant.rope else None,
         )
-        return outputs.finish(self._layout.framework, out) if call.out is None else out
+        if values[_OUT] is not None:
+            return out
+        return outputs.finish(self._framework, out, _out_dtype(problem))
 
 
 def _as_array(v: TensorView) -> Any:
     return tensors.as_numpy(v, np.dtype(v.dtype))
 
 
-def _scale_number(value: Any, v: TensorView | None) -> float | None:
-    if v is not None:
-        return float(tensors.as_numpy(v, np.float32).reshape(-1)[0])
-    return None if value is None else float(value)
+def _scale_on_cpu(name: str, values: Values, views: dict[str, TensorView]) -> float | None:
+    """Return a scale given as a CPU tensor or as a number, which is checked; None for none."""
+    if name in views:
+        return float(tensors.as_numpy(views[name], np.float32).reshape(-1)[0])
+    value = values[_INDEX[name]]
+    return None if value is None else checks.scale_value(name, value)
 
 
 def _check_indices(slots: Any, positions: Any, problem: MlaDecodeProblem) -> None:
@@ -239,73 +241,137 @@ def _check_indices(slots: Any, positions: Any, problem: MlaDecodeProblem) -> Non
 class _CudaPlan:
     """A call on CUDA tensors."""
 
-    def __init__(
-        self,
-        problem: MlaDecodeProblem,
-        layout: _Layout,
-        decision: Decision,
-        kernel: instances.LoadedKernel | None,
-    ) -> None:
+    def __init__(self, problem: MlaDecodeProblem, decision: Decision, stream: Any) -> None:
+        views = problem.views
         self._problem = problem
-        self._layout = layout
-        self._device = problem.views["ql_nope"].device_index
+        self._layout = _Layout(problem)
+        self._framework = views["ql_nope"].framework
+        self._device = views["ql_nope"].device_index
+        torch_is_there = any(v.framework == "torch" for v in views.values())
+        self._stream_framework = "torch" if torch_is_there else "cupy"
         shape = (problem.num_tokens, problem.num_heads, LATENT_DIM)
         self._allocate = outputs.allocator(
-            layout.framework, shape, _out_dtype(problem), self._device
+            self._framework, shape, _out_dtype(problem), self._device
         )
-        self._kernel = None if kernel is None else kernel.kernel
-        if kernel is not None:
-            config: MlaDecodeConfig = decision.config
-            num_query_rows = problem.num_tokens * problem.num_heads
-            cache_blocks = config.blocks(problem.num_tokens)
-            self._config = launch.make_config(
-                cache_blocks + config.blocks(num_query_rows), config.block_size, pdl=decision.pdl
-            )
-            self._arguments = _fixed_arguments(problem, cache_blocks)
+        self._q_scale_is_number = problem.variant.query_fp8 and "q_scale_inv" not in views
+        self._cache_scale_is_number = (
+            problem.variant.cache == "fp8" and "cache_scale_inv" not in views
+        )
+        self._slices = self._make_slices(decision, stream) if problem.num_tokens else ()
 
-    def run(self, call: MlaDecodeCall, addresses: list[int], stream: Any) -> Any:
-        layout = self._layout
-        layout.check(self._problem, call, addresses)
-        handle = _stream_handle(layout.stream_framework, self._device, stream)
+    def run(self, values: Values, addresses: list[int], stream: Any) -> Any:
+        self._layout.check(values, addresses)
+        handle = self._handle(stream)
         if env.check_enabled():
-            self._check_indices(call, handle)
-        out = call.out
-        if out is None:
+            self._check_indices(values, handle)
+        scales = self._scale_numbers(values)
+        out = values[_OUT]
+        if out is not None:
+            out_address = addresses[_OUT]
+        else:
             if stream is None:
                 out = self._allocate()
             else:
-                with outputs.allocated_for(layout.framework, self._device, handle):
+                with outputs.allocated_for(self._framework, self._device, handle):
                     out = self._allocate()
-            out_address = tensors.handlers(out)[1](out)[0]
-        else:
-            out_address = addresses[_INDEX["out"]]
-        if self._kernel is not None:
-            arguments = self._arguments.copy()
-            for place, index in _POINTERS:
-                arguments[place] = addresses[index]
-            arguments[_MQA_Q] = out_address
-            if checks.is_number(call.q_scale_inv):
-                arguments[_Q_SCALE_VALUE] = np.float32(call.q_scale_inv)
-            if checks.is_number(call.cache_scale_inv):
-                arguments[_CACHE_SCALE_VALUE] = np.float32(call.cache_scale_inv)
-            launch.launch(self._device, handle, self._config, self._kernel, arguments)
-            if stream is not None:
-                outputs.keep_for_stream([*call.tensors().values(), out], self._device, handle)
-        return outputs.finish(layout.framework, out) if call.out is None else out
+            out_address = outputs.address_of(out)
+        for part in self._slices:
+            arguments = part.arguments.copy()
+            for place, index, offset in part.pointers:
+                arguments[place] = addresses[index] + offset
+            for place, scale in scales:
+                arguments[place] = scale
+            arguments[_MQA_Q] = out_address + part.out_offset
+            part.launcher(handle, arguments)
+        if stream is not None:
+            outputs.keep_for_stream([*values, out], self._device, handle)
+        if values[_OUT] is not None or self._framework != "jax":
+            return out
+        return outputs.finish(self._framework, out, _out_dtype(self._problem))
 
-    def _check_indices(self, call: MlaDecodeCall, handle: int) -> None:
+    def _handle(self, stream: Any) -> int:
+        if stream is None:
+            return streams.current(self._stream_framework, self._device)
+        return streams.handle_of(stream)
+
+    def _scale_numbers(self, values: Values) -> list[tuple[int, np.float32]]:
+        found = []
+        if self._q_scale_is_number:
+            number = checks.scale_value("q_scale_inv", values[_Q_SCALE])
+            found.append((_Q_SCALE_VALUE, np.float32(number)))
+        if self._cache_scale_is_number:
+            number = checks.scale_value("cache_scale_inv", values[_CACHE_SCALE])
+            found.append((_CACHE_SCALE_VALUE, np.float32(number)))
+        return found
+
+    def _make_slices(self, decision: Decision, stream: Any) -> tuple[_Slice, ...]:
+        problem = self._problem
+        config: MlaDecodeConfig = decision.config
+        kernel = self._load(config.instance(_kernel_variant(problem)), stream)
+        slices = []
+        for start in range(0, problem.num_tokens, _MAX_TOKENS_PER_LAUNCH):
+            count = min(_MAX_TOKENS_PER_LAUNCH, problem.num_tokens - start)
+            cache_blocks = config.cache_blocks(count)
+            launcher = launch.Launcher(
+                self._device,
+                kernel.kernel,
+                grid=cache_blocks + config.query_blocks(count * problem.num_heads),
+                block=config.block_size,
+                pdl=decision.pdl,
+            )
+            row_bytes = LATENT_DIM * (1 if problem.variant.query_fp8 else 2)
+            slices.append(
+                _Slice(
+                    launcher=launcher,
+                    arguments=_fixed_arguments(problem, count, cache_blocks),
+                    pointers=_pointers(problem, start),
+                    out_offset=start * problem.num_heads * row_bytes,
+                )
+            )
+        return tuple(slices)
+
+    def _load(self, instance: instances.Instance, stream: Any) -> instances.LoadedKernel:
+        if not instances.is_loaded(instance, self._device):
+            handle = self._handle(stream)
+            if streams.is_capturing(handle):
+                raise CaptureError(
+                    f"{instance.name_expression} is not loaded and stream 0x{handle:x} is "
+                    "capturing a CUDA graph, where nothing can be compiled or loaded. Before the "
+                    "capture call k3cupy.warmup(...), or run this call once with the same shapes "
+                    "and types"
+                )
+        return instances.load(instance, self._device)
+
+    def _check_indices(self, values: Values, handle: int) -> None:
         if streams.is_capturing(handle):
             raise CaptureError(
-                "K3CUPY_CHECK=1 reads slots and positions back, which a CUDA graph capture forbids. "
-                "Unset it for the capture"
+                "K3CUPY_CHECK=1 reads slots and positions back, which a CUDA graph capture "
+                "forbids. Unset it for the capture"
             )
-        count = self._problem.num_tokens
+        views, count = views_of(values), self._problem.num_tokens
         with streams.current_for_cupy(handle, self._device):
-            slots = tensors.as_cupy(tensors.view(call.slot_mapping, "slot_mapping"), call)
+            slots = tensors.as_cupy(views["slot_mapping"], values)[:count]
             positions = None
-            if call.positions is not None:
-                positions = tensors.as_cupy(tensors.view(call.positions, "positions"), call)[:count]
-            _check_indices(slots[:count], positions, self._problem)
+            if self._problem.variant.rope:
+                positions = tensors.as_cupy(views["positions"], values)[:count]
+            _check_indices(slots, positions, self._problem)
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """One launch of a call.
+
+    Attributes:
+        launcher: the kernel with grid and block.
+        arguments: all of them, pointers still 0.
+        pointers: (place among the arguments, index into the addresses, bytes to add).
+        out_offset: bytes to add to the output's address.
+    """
+
+    launcher: launch.Launcher
+    arguments: list[Any]
+    pointers: tuple[tuple[int, int, int], ...]
+    out_offset: int
 
 
 # --- The kernel's arguments, in its order (cuda_src/mla_decode.cu) -------------------------------
@@ -349,16 +415,29 @@ _ARGUMENTS = (
     "table_stride",
     "max_position",
 )
-_POINTERS = tuple(
-    (_ARGUMENTS.index(name), index) for name, index in _INDEX.items() if name in _ARGUMENTS
-)
 _MQA_Q = _ARGUMENTS.index("mqa_q")
 _Q_SCALE_VALUE = _ARGUMENTS.index("q_scale_value")
 _CACHE_SCALE_VALUE = _ARGUMENTS.index("cache_scale_value")
 
 
-def _fixed_arguments(problem: MlaDecodeProblem, cache_blocks: int) -> list[Any]:
-    """Return the kernel's arguments with 0 in the place of every pointer."""
+_ONE_PER_TOKEN = ("ql_nope", "q_pe", "kv_c_normed", "k_pe", "slot_mapping", "positions")
+
+
+def _pointers(problem: MlaDecodeProblem, start: int) -> tuple[tuple[int, int, int], ...]:
+    """Return where the tensors' addresses go, moved to a slice's first token."""
+    return tuple(
+        (
+            _ARGUMENTS.index(name),
+            _INDEX[name],
+            start * _byte_stride(v, 0) if name in _ONE_PER_TOKEN else 0,
+        )
+        for name, v in problem.views.items()
+        if name != "out"
+    )
+
+
+def _fixed_arguments(problem: MlaDecodeProblem, num_tokens: int, cache_blocks: int) -> list[Any]:
+    """Return the kernel's arguments for some tokens, with 0 in the place of every pointer."""
     views = problem.views
     wide = np.int64 if not problem.variant.vector else np.uint32
 
@@ -370,7 +449,7 @@ def _fixed_arguments(problem: MlaDecodeProblem, cache_blocks: int) -> list[Any]:
     block_magic, block_shift = launch.divisor_constants(block_size)
     values: dict[str, Any] = {
         "cache_blocks": np.uint32(cache_blocks),
-        "num_query_rows": np.uint32(problem.num_tokens * problem.num_heads),
+        "num_query_rows": np.uint32(num_tokens * problem.num_heads),
         "num_heads": np.uint32(problem.num_heads),
         "num_heads_magic": np.uint32(heads_magic),
         "num_heads_shift": np.uint32(heads_shift),
@@ -383,7 +462,7 @@ def _fixed_arguments(problem: MlaDecodeProblem, cache_blocks: int) -> list[Any]:
         "k_pe_stride": stride("k_pe", 0),
         "cache_block_stride": stride("kv_cache", 0),
         "cache_token_stride": stride("kv_cache", 1),
-        "num_tokens": np.uint32(problem.num_tokens),
+        "num_tokens": np.uint32(num_tokens),
         "num_slots": np.uint32(problem.num_slots),
         "block_size": np.uint32(block_size),
         "block_size_magic": np.uint32(block_magic),

@@ -17,46 +17,57 @@ _MAX_ROWS = (1 << 31) // 4
 """Rows of one launch: their warps (three a row at most) and numbers must fit 31 bits."""
 
 
+REQUIRED = ("ql_nope", "q_pe", "kv_c_normed", "k_pe", "kv_cache", "slot_mapping")
+TENSORS = (
+    *REQUIRED,
+    "q_scale_inv",
+    "cache_scale_inv",
+    "positions",
+    "cos_sin_cache",
+    "out",
+)
+"""The arguments that are tensors, in the order in which a call carries them."""
+
+
 @dataclass(frozen=True)
 class MlaDecodeCall:
     """The arguments of one call, as given.
 
-    ``None`` stands for an argument that was left out.
+    Attributes:
+        values: in the order of ``TENSORS``; None for what was left out.
+        ds_mla: the cache format flag.
+        kv_inputs_ready: the promise.
     """
 
-    ql_nope: Any
-    q_pe: Any
-    kv_c_normed: Any
-    k_pe: Any
-    kv_cache: Any
-    slot_mapping: Any
+    values: tuple[Any, ...]
     ds_mla: bool
-    q_scale_inv: Any
-    cache_scale_inv: Any
-    positions: Any
-    cos_sin_cache: Any
-    out: Any
     kv_inputs_ready: bool
 
-    REQUIRED = ("ql_nope", "q_pe", "kv_c_normed", "k_pe", "kv_cache", "slot_mapping")
-    TENSORS = (
-        *REQUIRED,
-        "q_scale_inv",
-        "cache_scale_inv",
-        "positions",
-        "cos_sin_cache",
-        "out",
-    )
+    def views(self) -> dict[str, TensorView]:
+        """Describe the arguments that are, or must be, tensors.
 
-    def tensors(self) -> dict[str, Any]:
-        """Return the arguments that are or must be tensors, by name."""
-        given = {name: getattr(self, name) for name in self.TENSORS}
-        return {
-            name: value
-            for name, value in given.items()
-            if (value is not None or name in self.REQUIRED)
-            and not (name.endswith("scale_inv") and checks.is_number(value))
-        }
+        Raises:
+            TypeError: one is not.
+        """
+        return views_of(self.values)
+
+    def __getitem__(self, name: str) -> Any:
+        """Return an argument by name."""
+        return self.values[TENSORS.index(name)]
+
+
+def views_of(values: tuple[Any, ...]) -> dict[str, TensorView]:
+    """Describe the tensors among a call's values, by argument name.
+
+    Raises:
+        TypeError: a value that must be a tensor is none.
+    """
+    return {
+        name: tensors.view(value, name)
+        for name, value in zip(TENSORS, values, strict=True)
+        if (value is not None or name in REQUIRED)
+        and not (name.endswith("scale_inv") and tensors.is_number(value))
+    }
 
 
 @dataclass(frozen=True)
@@ -89,10 +100,10 @@ def validate(call: MlaDecodeCall) -> MlaDecodeProblem:
     if not isinstance(call.ds_mla, bool):
         checks.reject("ds_mla", "True or False", repr(call.ds_mla), error=TypeError)
     for name in ("q_scale_inv", "cache_scale_inv"):
-        value = getattr(call, name)
-        if checks.is_number(value):
+        value = call[name]
+        if tensors.is_number(value):
             checks.scale_value(name, value)
-    views = {name: tensors.view(value, name) for name, value in call.tensors().items()}
+    views = call.views()
     dtype = views["ql_nope"].dtype
     _check_types(call, views, dtype)
     num_tokens, num_heads = _check_shapes(call, views)
@@ -104,9 +115,9 @@ def validate(call: MlaDecodeCall) -> MlaDecodeProblem:
     slow_reason = _slow_reason(views)
     variant = MlaDecodeVariant(
         dtype=dtype,
-        query_fp8=call.q_scale_inv is not None,
+        query_fp8=call["q_scale_inv"] is not None,
         cache=cache,
-        rope=call.positions is not None,
+        rope=call["positions"] is not None,
         kv_inputs_ready=bool(call.kv_inputs_ready),
         vector=slow_reason is None,
     )
@@ -147,7 +158,9 @@ def check_split(split: Any) -> MlaDecodeConfig | int | None:
     Raises:
         TypeError, ValueError: anything else.
     """
-    if split is None or (isinstance(split, int) and not isinstance(split, bool) and split in (0, 1, 3)):
+    if split is None or (
+        isinstance(split, int) and not isinstance(split, bool) and split in (0, 1, 3)
+    ):
         return split
     if isinstance(split, MlaDecodeConfig):
         if not split.is_valid():
@@ -164,23 +177,29 @@ def _check_types(call: MlaDecodeCall, views: dict[str, TensorView], dtype: str) 
     _check_cache_type(call, views["kv_cache"], dtype)
     checks.check_dtype("slot_mapping", views["slot_mapping"], _INDEX_TYPES)
     for name in ("q_scale_inv", "cache_scale_inv"):
-        if call.ds_mla and getattr(call, name) is not None:
+        if call.ds_mla and call[name] is not None:
             checks.reject(
-                name, "None with ds_mla=True", "a scale",
+                name,
+                "None with ds_mla=True",
+                "a scale",
                 "The query keeps its type and every cache tile has its own scale",
             )
         if name in views:
             checks.check_scale_tensor(name, views[name])
-    if (call.positions is None) != (call.cos_sin_cache is None):
-        missing = "positions" if call.positions is None else "cos_sin_cache"
-        other = "cos_sin_cache" if call.positions is None else "positions"
-        checks.reject(missing, f"a tensor, because {other} is given", "None",
-                      "RoPE needs both, no RoPE needs neither")
-    if call.positions is not None:
+    if (call["positions"] is None) != (call["cos_sin_cache"] is None):
+        missing = "positions" if call["positions"] is None else "cos_sin_cache"
+        other = "cos_sin_cache" if call["positions"] is None else "positions"
+        checks.reject(
+            missing,
+            f"a tensor, because {other} is given",
+            "None",
+            "RoPE needs both, no RoPE needs neither",
+        )
+    if call["positions"] is not None:
         checks.check_dtype("positions", views["positions"], _INDEX_TYPES)
         checks.check_dtype("cos_sin_cache", views["cos_sin_cache"], ("float32",))
     if "out" in views:
-        accepted = (dtype,) if call.q_scale_inv is None else ("float8_e4m3fn", "uint8")
+        accepted = (dtype,) if call["q_scale_inv"] is None else ("float8_e4m3fn", "uint8")
         checks.check_dtype("out", views["out"], accepted)
 
 
@@ -189,15 +208,27 @@ def _check_cache_type(call: MlaDecodeCall, cache: TensorView, dtype: str) -> Non
         checks.check_dtype("kv_cache", cache, ("uint8",), "A ds_mla cache is bytes, 656 a row")
         return
     if cache.shape and cache.shape[-1] == DS_MLA_ROW_BYTES:
-        checks.reject("kv_cache", f"rows of {LATENT_DIM}", f"rows of {DS_MLA_ROW_BYTES}",
-                      "Pass ds_mla=True for the 656-byte format")
+        checks.reject(
+            "kv_cache",
+            f"rows of {LATENT_DIM}",
+            f"rows of {DS_MLA_ROW_BYTES}",
+            "Pass ds_mla=True for the 656-byte format",
+        )
     checks.check_dtype("kv_cache", cache, (dtype, "float8_e4m3fn", "uint8"))
-    if cache.dtype == dtype and call.cache_scale_inv is not None:
-        checks.reject("cache_scale_inv", f"None with a {dtype} kv_cache", "a scale",
-                      "Only an fp8 cache is scaled")
-    if cache.dtype != dtype and call.cache_scale_inv is None:
-        checks.reject("cache_scale_inv", "a scale, because kv_cache is fp8", "None",
-                      "Pass 1.0 for an unscaled cast")
+    if cache.dtype == dtype and call["cache_scale_inv"] is not None:
+        checks.reject(
+            "cache_scale_inv",
+            f"None with a {dtype} kv_cache",
+            "a scale",
+            "Only an fp8 cache is scaled",
+        )
+    if cache.dtype != dtype and call["cache_scale_inv"] is None:
+        checks.reject(
+            "cache_scale_inv",
+            "a scale, because kv_cache is fp8",
+            "None",
+            "Pass 1.0 for an unscaled cast",
+        )
 
 
 def _check_shapes(call: MlaDecodeCall, views: dict[str, TensorView]) -> tuple[int, int]:
@@ -218,10 +249,13 @@ def _check_shapes(call: MlaDecodeCall, views: dict[str, TensorView]) -> tuple[in
         if name in views:
             checks.check_shape(name, views[name], (f">= {num_tokens}",))
             if views[name].shape[0] < num_tokens:
-                checks.reject(name, f"at least {num_tokens} entries, one a token",
-                              f"{views[name].shape[0]}")
+                checks.reject(
+                    name, f"at least {num_tokens} entries, one a token", f"{views[name].shape[0]}"
+                )
     if "cos_sin_cache" in views:
-        checks.check_shape("cos_sin_cache", views["cos_sin_cache"], ("max_position", QK_ROPE_HEAD_DIM))
+        checks.check_shape(
+            "cos_sin_cache", views["cos_sin_cache"], ("max_position", QK_ROPE_HEAD_DIM)
+        )
         if views["cos_sin_cache"].shape[0] == 0 and num_tokens:
             checks.reject("cos_sin_cache", "at least 1 position", "0")
     if "out" in views:
@@ -256,7 +290,11 @@ def _slow_reason(views: dict[str, TensorView]) -> str | None:
 
 def _check_limits(num_tokens: int, num_heads: int, num_slots: int) -> None:
     if num_tokens * (num_heads + 1) >= _MAX_ROWS:
-        checks.reject("ql_nope", f"num_tokens * (num_heads + 1) below {_MAX_ROWS}",
-                      f"{num_tokens * (num_heads + 1)}", "Split the batch")
+        checks.reject(
+            "ql_nope",
+            f"num_tokens * (num_heads + 1) below {_MAX_ROWS}",
+            f"{num_tokens * (num_heads + 1)}",
+            "Split the batch",
+        )
     if num_slots >= 1 << 31:
         checks.reject("kv_cache", "fewer than 2^31 slots", f"{num_slots}")

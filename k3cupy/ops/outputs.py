@@ -16,6 +16,12 @@ from k3cupy.runtime import streams, toolchain
 Allocator = Callable[[], Any]
 
 
+def address_of(out: Any) -> int:
+    """Return the address of a tensor made by an ``allocator``."""
+    data_ptr = getattr(out, "data_ptr", None)
+    return int(data_ptr() if data_ptr is not None else out.data.ptr)
+
+
 def allocator(framework: str, shape: tuple[int, ...], dtype: str, device: int | None) -> Allocator:
     """Return a function that makes an uninitialised, packed tensor.
 
@@ -45,11 +51,22 @@ def allocator(framework: str, shape: tuple[int, ...], dtype: str, device: int | 
     return allocate
 
 
-def finish(framework: str, out: Any) -> Any:
-    """Return an output as the caller's framework has it."""
-    if framework == "jax":
-        return importlib.import_module("jax.dlpack").from_dlpack(out)
-    return out
+def finish(framework: str, out: Any, dtype: str) -> Any:
+    """Return an output as the caller's framework has it.
+
+    Args:
+        framework: of the first input.
+        out: from an ``allocator``.
+        dtype: the field's name of the output's type.
+    """
+    if framework != "jax":
+        return out
+    jax = importlib.import_module("jax")
+    if isinstance(out, np.ndarray):
+        return jax.numpy.asarray(out)
+    bits = {1: "uint8", 2: "uint16"}[out.dtype.itemsize]
+    array = jax.dlpack.from_dlpack(out.view(bits))
+    return jax.lax.bitcast_convert_type(array, jax.numpy.dtype(dtype))
 
 
 @contextlib.contextmanager
@@ -61,7 +78,7 @@ def allocated_for(framework: str, device: int, stream: int) -> Iterator[None]:
     """
     if framework == "torch":
         torch = sys.modules["torch"]
-        with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=f"cuda:{device}")):
+        with torch.cuda.stream(streams.of_torch(stream, device)):
             yield
         return
     with streams.current_for_cupy(stream, device):
@@ -77,9 +94,8 @@ def keep_for_stream(values: list[Any], device: int, stream: int) -> None:
     torch = sys.modules.get("torch")
     if torch is None:
         return
-    external = None
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            if external is None:
-                external = torch.cuda.ExternalStream(stream, device=f"cuda:{device}")
+    held = [value for value in values if isinstance(value, torch.Tensor)]
+    if held:
+        external = streams.of_torch(stream, device)
+        for value in held:
             value.record_stream(external)

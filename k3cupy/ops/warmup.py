@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
 
 from k3cupy.ops import checks
 from k3cupy.ops.mla_decode_config import (
@@ -18,8 +17,6 @@ from k3cupy.runtime.instances import Instance
 
 _CACHES = {"bf16": "same", "fp16": "same", "same": "same", "fp8": "fp8", "fp8_ds_mla": "ds_mla"}
 _OPS = ("mla_decode",)
-
-_T = TypeVar("_T")
 
 
 def warmup(
@@ -77,8 +74,12 @@ def warmup(
     return _load_with_bar(chosen, ordinal, max_workers)
 
 
-def _several(value: _T | Sequence[_T]) -> Sequence[_T]:
-    return value if isinstance(value, list | tuple) else [value]  # type: ignore[list-item]
+def _names(value: str | Sequence[str]) -> Sequence[str]:
+    return [value] if isinstance(value, str) else value
+
+
+def _flags(value: bool | Sequence[bool]) -> Sequence[bool]:
+    return [value] if isinstance(value, bool) else value
 
 
 def _variants(
@@ -89,21 +90,20 @@ def _variants(
     kv_inputs_ready: bool | Sequence[bool],
     vector: bool | Sequence[bool],
 ) -> Iterator[MlaDecodeVariant]:
-    for name in _several(kv_cache):
+    for name in _names(kv_cache):
         if name not in _CACHES:
             checks.reject("kv_cache", " or ".join(map(repr, _CACHES)), repr(name))
-    for name in _several(dtype):
+    for name in _names(dtype):
         if not MlaDecodeVariant(name).is_valid():
             checks.reject("dtype", "'bfloat16' or 'float16'", repr(name))
     for kind, cache, turned, ready, wide in itertools.product(
-        _several(dtype),
-        (_CACHES[name] for name in _several(kv_cache)),
-        _several(rope),
-        _several(kv_inputs_ready),
-        _several(vector),
+        _names(dtype),
+        [_CACHES[name] for name in _names(kv_cache)],
+        _flags(rope),
+        _flags(kv_inputs_ready),
+        _flags(vector),
     ):
-        queries: Iterable[bool] = (cache == "fp8",) if query_fp8 is None else _several(query_fp8)
-        for query in queries:
+        for query in [cache == "fp8"] if query_fp8 is None else _flags(query_fp8):
             variant = MlaDecodeVariant(kind, query, cache, turned, ready, wide)
             if not variant.is_valid():
                 checks.reject("query_fp8", "False with an fp8_ds_mla cache", "True")

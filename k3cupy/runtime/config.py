@@ -30,9 +30,10 @@ def config_info() -> dict[str, Any]:
     """Return what ``show_config`` prints.
 
     Returns:
-        ``backend`` ("cuda" or "reference") and ``why``; ``gpus`` (a list of names with SM counts and
-        architectures), ``driver``, ``nvrtc``, ``headers``, ``cache``, ``sources``, ``python``,
-        ``platform``, and ``packages`` (name -> version). What is missing is None or a sentence.
+        ``backend`` ("cuda" or "nothing") and ``why``, for CUDA tensors; ``gpus``, a list of names
+        with SM counts and architectures; ``driver``, ``nvrtc``, ``headers``, ``cache``,
+        ``sources``, ``python``, ``platform``; and ``packages`` (name -> version). What is missing
+        is a sentence that says why.
     """
     backend, why, gpus = _backend()
     return {
@@ -90,7 +91,11 @@ def _backend() -> tuple[str, str, list[str]]:
         toolchain.include_directory()
     except ToolchainError as error:
         return "nothing", str(error), names
-    return "cuda", f"{len(found)} GPU{'s' if len(found) != 1 else ''}, compiler and headers found", names
+    return (
+        "cuda",
+        f"{len(found)} GPU{'s' if len(found) != 1 else ''}, compiler and headers found",
+        names,
+    )
 
 
 def _driver() -> str:

@@ -74,10 +74,10 @@ def current(index: int) -> Iterator[None]:
 
 def is_current(index: int) -> bool:
     """Return whether a GPU is current and this thread already holds its context."""
-    if toolchain.cupy().cuda.runtime.getDevice() != index:
+    runtime = toolchain.cupy().cuda.runtime
+    if runtime.getDevice() != index:
         return False
-    if getattr(_thread, "bound", None) == index:
-        return True
-    toolchain.cupy().cuda.runtime.setDevice(index)
-    _thread.bound = index
+    if getattr(_thread, "bound", None) != index:
+        runtime.setDevice(index)  # the same device: binds its context to this thread
+        _thread.bound = index
     return True

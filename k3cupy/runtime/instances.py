@@ -59,7 +59,8 @@ def load(instance: Instance, device: int) -> LoadedKernel:
 
     Raises:
         CompileError: NVRTC refused the source.
-        ToolchainError: CuPy, cuda-core or the headers are missing, or the driver refused the binary.
+        ToolchainError: CuPy, cuda-core or the headers are missing, or the driver refused the
+            binary.
     """
     source = sources.load(instance.source)
     key = (device, instance, source.digest)

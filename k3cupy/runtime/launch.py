@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from k3cupy.runtime import devices, streams, toolchain
 
 
@@ -23,38 +21,36 @@ def divisor_constants(divisor: int) -> tuple[int, int]:
     return -(-(1 << (31 + bits)) // divisor), 31 + bits
 
 
-def uint32(value: int) -> np.uint32:
-    """Return a value that the launcher passes as 32 bits (a Python int is passed as 64)."""
-    return np.uint32(value)
-
-
-def make_config(grid: int, block: int, *, pdl: bool) -> Any:
-    """Return a launch configuration; with ``pdl`` the kernel may start before its predecessor ends.
+class Launcher:
+    """A kernel with its launch configuration on one GPU.
 
     Args:
+        device: GPU ordinal.
+        kernel: ``LoadedKernel.kernel``.
         grid: blocks.
         block: threads a block.
-        pdl: set the attribute for programmatic dependent launch.
+        pdl: set the attribute for programmatic dependent launch, with which the kernel may start
+            before its predecessor ends.
     """
-    return toolchain.cuda_core().LaunchConfig(
-        grid=grid, block=block, programmatic_stream_serialization=pdl
-    )
 
+    def __init__(self, device: int, kernel: Any, *, grid: int, block: int, pdl: bool) -> None:
+        core = toolchain.cuda_core()
+        self._device = device
+        self._kernel = kernel
+        self._config = core.LaunchConfig(
+            grid=grid, block=block, programmatic_stream_serialization=pdl
+        )
+        self._launch = core.launch
 
-def launch(
-    device: int, stream: int, config: Any, kernel: Any, arguments: tuple[Any, ...] | list[Any]
-) -> None:
-    """Queue a kernel. The caller's current device is as before afterwards.
+    def __call__(self, stream: int, arguments: list[Any]) -> None:
+        """Queue the kernel; the caller's current device is as before afterwards.
 
-    Args:
-        device: GPU on which the stream and the kernel are.
-        stream: driver handle.
-        config: from ``make_config``.
-        kernel: ``LoadedKernel.kernel``.
-        arguments: Python ints for pointers and 64-bit values, NumPy scalars for the rest.
-    """
-    if devices.is_current(device):
-        toolchain.cuda_core().launch(streams.wrap(stream), config, kernel, *arguments)
-        return
-    with devices.current(device):
-        toolchain.cuda_core().launch(streams.wrap(stream), config, kernel, *arguments)
+        Args:
+            stream: driver handle of a stream on the device.
+            arguments: Python ints for pointers and 64-bit values, NumPy scalars for the rest.
+        """
+        if devices.is_current(self._device):
+            self._launch(streams.wrap(stream), self._config, self._kernel, *arguments)
+            return
+        with devices.current(self._device):
+            self._launch(streams.wrap(stream), self._config, self._kernel, *arguments)

@@ -10,7 +10,6 @@ from typing import Any
 from k3cupy.runtime import toolchain
 
 _LEGACY_DEFAULT = 1
-_PER_THREAD_DEFAULT = 2
 _wrapped: dict[int, Any] = {}
 
 
@@ -79,5 +78,16 @@ def is_capturing(handle: int) -> bool:
 def current_for_cupy(handle: int, device: int) -> Iterator[None]:
     """Make a stream and its GPU current for CuPy operations."""
     cupy = toolchain.cupy()
-    with cupy.cuda.Device(device), cupy.cuda.ExternalStream(handle, device):
+    with cupy.cuda.Device(device), cupy.cuda.Stream.from_external(wrap(handle)):
         yield
+
+
+def of_torch(handle: int, device: int) -> Any:
+    """Return PyTorch's stream object for a handle.
+
+    PyTorch knows the legacy default stream only as its own default stream.
+    """
+    torch = sys.modules["torch"]
+    if handle in (0, _LEGACY_DEFAULT):
+        return torch.cuda.default_stream(device)
+    return torch.cuda.ExternalStream(handle, device=f"cuda:{device}")

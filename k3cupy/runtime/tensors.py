@@ -13,6 +13,7 @@ Other producers go through their DLPack capsule (see ``dlpack``).
 from __future__ import annotations
 
 import ctypes
+import numbers
 import sys
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ import numpy.typing as npt
 from k3cupy.runtime import dlpack, streams, toolchain
 
 Probe = tuple[int, Hashable, Any]
-"""Address, signature, and what must live until the memory has been used (None: the tensor itself)."""
+"""Address, signature, and what must live until the memory was used (None: only the tensor)."""
 
 ALIGNMENT = 16
 """Bytes of the widest access of the kernels; a signature holds the address modulo this."""
@@ -45,8 +46,8 @@ class TensorView:
         readonly: the producer forbids writing.
         requires_grad: autograd follows this tensor.
         framework: ``"torch"``, ``"cupy"``, ``"numpy"``, ``"jax"`` or ``"dlpack"``.
-        owner: what keeps the memory alive where the tensor itself may not: its DLPack capsule, for a
-            producer that exports a copy.
+        owner: what keeps the memory alive where the tensor itself may not: its DLPack capsule, for
+            a producer that exports a copy.
     """
 
     address: int
@@ -125,14 +126,18 @@ def itemsize(dtype: str) -> int:
 
 def _probe_torch(t: Any) -> Probe:
     address = t.data_ptr()
-    return address, (
-        t.shape,
-        t.stride(),
-        t.dtype,
-        t.device,
-        t.requires_grad,
-        address % ALIGNMENT,
-    ), None
+    return (
+        address,
+        (
+            t.shape,
+            t.stride(),
+            t.dtype,
+            t.device,
+            t.requires_grad,
+            address % ALIGNMENT,
+        ),
+        None,
+    )
 
 
 def _view_torch(t: Any) -> TensorView:
@@ -246,12 +251,15 @@ _CUPY: _Handlers = ("cupy", _probe_cupy, _view_cupy)
 _DLPACK: _Handlers = ("dlpack", _probe_dlpack, _view_dlpack)
 
 _by_type: dict[type, _Handlers] = {}
+_torch_tensor: Any = None  # torch.Tensor, once one has been seen
 
 
 def _resolve(cls: type) -> _Handlers | None:
     """Find the producer of a class without importing any framework: its base classes tell."""
+    global _torch_tensor
     torch = sys.modules.get("torch")
     if torch is not None and issubclass(cls, torch.Tensor):
+        _torch_tensor = torch.Tensor
         return _TORCH
     for base in cls.__mro__:
         root = base.__module__.partition(".")[0]
@@ -279,6 +287,53 @@ def handlers(obj: Any) -> _Handlers:
             raise TypeError(cls.__name__)
         _by_type[cls] = found
     return found
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a plain real number and neither a bool nor an array."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool | np.bool_)
+
+
+def probe_all(values: tuple[Any, ...]) -> tuple[list[int], list[Any], list[Any]]:
+    """Probe arguments that may be tensors, numbers or None.
+
+    PyTorch's tensors are read in line: this loop is a good part of a call's host time.
+
+    Returns:
+        Addresses (0 for what is no tensor), the signature of them all, and what must live until the
+        memory has been used.
+
+    Raises:
+        Exception: a value is none of the three, or cannot be read; ``view`` says so in words.
+    """
+    addresses: list[int] = []
+    signature: list[Any] = []
+    owners: list[Any] = []
+    torch_tensor = _torch_tensor
+    for value in values:
+        if type(value) is torch_tensor:
+            address = value.data_ptr()
+            addresses.append(address)
+            signature += (
+                value.shape,
+                value.stride(),
+                value.dtype,
+                value.device,
+                value.requires_grad,
+                address % ALIGNMENT,
+            )
+        elif value is None:
+            addresses.append(0)
+            signature.append(None)
+        elif is_number(value):
+            addresses.append(0)
+            signature.append("number")
+        else:
+            address, layout, owner = handlers(value)[1](value)
+            addresses.append(address)
+            signature.append(layout)
+            owners.append(owner)
+    return addresses, signature, owners
 
 
 def view(obj: Any, name: str) -> TensorView:
@@ -317,9 +372,9 @@ def as_numpy(v: TensorView, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     element = np.dtype(dtype)
     if v.size == 0:
         return np.empty(v.shape, element)
-    flat = np.frombuffer((ctypes.c_char * v.span).from_address(v.address), np.uint8)
+    memory: Any = (ctypes.c_char * v.span).from_address(v.address)
     strides = tuple(stride * element.itemsize for stride in v.strides)
-    return np.ndarray(v.shape, element, buffer=flat, strides=strides)
+    return np.ndarray(v.shape, element, buffer=memory, strides=strides)
 
 
 def as_cupy(v: TensorView, owner: Any) -> Any:
@@ -352,9 +407,8 @@ def may_overlap(a: TensorView, b: TensorView) -> bool:
                 "data": (v.address, True),
             }
 
+    effort: Any = 10_000
     try:
-        return bool(
-            np.shares_memory(np.asarray(_Placed(a)), np.asarray(_Placed(b)), max_work=10_000)
-        )
+        return bool(np.shares_memory(np.asarray(_Placed(a)), np.asarray(_Placed(b)), effort))
     except np.exceptions.TooHardError:
         return True
