@@ -73,6 +73,11 @@ __device__ __forceinline__ RowChunks map_thread(unsigned int block) {
   }
 }
 
+// Warps that cover the latency of a large batch, and registers enough that nothing spills (48 to 56).
+constexpr int kThreadsPerMultiprocessor = 1280;
+
+constexpr unsigned int kFullWarp = 0xffffffffu;
+
 // Byte strides. Rows that are moved by 128-bit accesses are less than 4 GiB apart (the host sees to
 // it), which saves half of the argument bytes and of the multiplications.
 template <bool kVector>
@@ -93,26 +98,67 @@ __device__ __forceinline__ long long offset_of(unsigned int index, Stride stride
   }
 }
 
-__device__ __forceinline__ long long load_index(const char* address, unsigned int is_wide) {
-  return is_wide != 0 ? *reinterpret_cast<const long long*>(address)
-                      : *reinterpret_cast<const int*>(address);
-}
+// A slot or a position: 32 or 64 bits in memory. The halves are loaded apart and joined at their
+// first use, so that loads issued together stay together.
+struct Index {
+  unsigned int low;
+  unsigned int high;
+
+  __device__ __forceinline__ Index(const char* address, unsigned int is_wide) : high(0) {
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(low) : "l"(address));
+    asm volatile(
+        "{ .reg .pred wide;\n"
+        "  setp.ne.u32 wide, %2, 0;\n"
+        "  @wide ld.global.u32 %0, [%1 + 4]; }"
+        : "+r"(high)
+        : "l"(address), "r"(is_wide));
+  }
+
+  __device__ __forceinline__ long long value(unsigned int is_wide) const {
+    const unsigned int sign = static_cast<unsigned int>(static_cast<int>(low) >> 31);
+    const unsigned long long upper = is_wide != 0 ? high : sign;
+    return static_cast<long long>((upper << 32) | low);
+  }
+};
+
+// The lower halves of the slots of tokens first, first + 32, ...: kTokens loads, of which none waits
+// for another. A token that does not exist is not read.
+struct LaterSlots {
+  static constexpr unsigned int kTokens = 4;
+  static constexpr unsigned int kReach = 32 * kTokens;
+
+  unsigned int low[kTokens];
+
+  __device__ __forceinline__ LaterSlots(unsigned int first, const char* slot_mapping,
+                                        long long slot_stride, unsigned int num_tokens) {
+    const char* address = slot_mapping + first * slot_stride;
+#pragma unroll
+    for (unsigned int i = 0; i < kTokens; ++i) {
+      low[i] = 0;
+      asm volatile(
+          "{ .reg .pred there;\n"
+          "  setp.lt.u32 there, %2, %3;\n"
+          "  @there ld.global.u32 %0, [%1]; }"
+          : "+r"(low[i])
+          : "l"(address), "r"(first + 32 * i), "r"(num_tokens));
+      address += 32 * slot_stride;
+    }
+  }
+
+  __device__ __forceinline__ bool may_have(unsigned int slot_low, unsigned int first,
+                                           unsigned int num_tokens) const {
+    bool found = false;
+#pragma unroll
+    for (unsigned int i = 0; i < kTokens; ++i) {
+      found |= first + 32 * i < num_tokens && low[i] == slot_low;
+    }
+    return found;
+  }
+};
 
 // A scale is a device pointer, or a value where the caller gave a Python float.
 __device__ __forceinline__ float load_scale(const float* pointer, float value) {
   return pointer != nullptr ? *pointer : value;
-}
-
-// Whether a token after `token` writes the same slot; the whole warp asks together.
-__device__ __forceinline__ bool is_overwritten(unsigned int token, long long slot,
-                                               const char* slot_mapping, long long slot_stride,
-                                               unsigned int slot_is_wide, unsigned int num_tokens) {
-  bool found = false;
-#pragma unroll 4
-  for (unsigned int other = token + 1 + threadIdx.x % 32; other < num_tokens; other += 32) {
-    found |= load_index(slot_mapping + other * slot_stride, slot_is_wide) == slot;
-  }
-  return __any_sync(0xffffffffu, found) != 0;
 }
 
 template <bool kVector, int kChunksPerThread>
@@ -167,32 +213,35 @@ __device__ __forceinline__ void store_row(const Chunk (&chunk)[kChunksPerThread]
 // Arguments stand in the order of their first use, those of a query block first. Strides are bytes.
 template <typename T, bool kQueryFp8, CacheFormat kCache, bool kRope, bool kKvInputsReady,
           bool kVector, int kSplit, int kThreads, int kChunksPerThread>
-__global__ void __launch_bounds__(kThreads) mla_decode_epilogue(
-    unsigned int cache_blocks, unsigned int num_query_rows, unsigned int num_heads,
-    unsigned int num_heads_magic, const char* ql_nope, const char* q_pe, char* mqa_q,
-    typename StrideOf<kVector>::Type ql_nope_token_stride,
-    typename StrideOf<kVector>::Type ql_nope_head_stride,
-    typename StrideOf<kVector>::Type q_pe_token_stride,
-    typename StrideOf<kVector>::Type q_pe_head_stride, unsigned int num_heads_shift,
-    float q_scale_value, const float* q_scale_inv,
-    //
-    const char* kv_c_normed, const char* k_pe, const char* slot_mapping, char* kv_cache,
-    typename StrideOf<kVector>::Type kv_c_stride, typename StrideOf<kVector>::Type k_pe_stride,
-    typename StrideOf<kVector>::Type cache_block_stride,
-    typename StrideOf<kVector>::Type cache_token_stride, unsigned int num_tokens,
-    unsigned int num_slots, unsigned int block_size, unsigned int block_size_magic,
-    unsigned int block_size_shift, unsigned int slot_is_wide, long long slot_stride,
-    const float* cache_scale_inv, float cache_scale_value,
-    //
-    unsigned int position_is_wide, const char* positions, const char* cos_sin_cache,
-    long long position_stride, long long table_stride, long long max_position) {
+__global__ void __launch_bounds__(kThreads,
+                                  (kVector ? kThreadsPerMultiprocessor : kThreads) / kThreads)
+    mla_decode_epilogue(
+        unsigned int cache_blocks, unsigned int num_query_rows, unsigned int num_heads,
+        unsigned int num_heads_magic, const char* ql_nope, const char* q_pe, char* mqa_q,
+        typename StrideOf<kVector>::Type ql_nope_token_stride,
+        typename StrideOf<kVector>::Type ql_nope_head_stride,
+        typename StrideOf<kVector>::Type q_pe_token_stride,
+        typename StrideOf<kVector>::Type q_pe_head_stride, unsigned int num_heads_shift,
+        float q_scale_value, const float* q_scale_inv,
+        //
+        const char* kv_c_normed, const char* k_pe, const char* slot_mapping, char* kv_cache,
+        typename StrideOf<kVector>::Type kv_c_stride, typename StrideOf<kVector>::Type k_pe_stride,
+        typename StrideOf<kVector>::Type cache_block_stride,
+        typename StrideOf<kVector>::Type cache_token_stride, unsigned int num_tokens,
+        unsigned int num_slots, unsigned int block_size, unsigned int block_size_magic,
+        unsigned int block_size_shift, unsigned int slot_is_wide, long long slot_stride,
+        const float* cache_scale_inv, float cache_scale_value,
+        //
+        unsigned int position_is_wide, const char* positions, const char* cos_sin_cache,
+        long long position_stride, long long table_stride, long long max_position) {
   static_assert(!(kQueryFp8 && kCache == CacheFormat::kDsMla), "ds_mla keeps a 16-bit query");
   constexpr CacheFormat kQuery = kQueryFp8 ? CacheFormat::kFp8 : CacheFormat::kSame;
 
   // The table row of a token's position, read after the wait by the threads that rotate.
   const auto table_row_of = [&](unsigned int token, bool needed) -> const float* {
     if (!kRope || !needed) return nullptr;
-    long long p = load_index(positions + token * position_stride, position_is_wide);
+    long long p =
+        Index(positions + token * position_stride, position_is_wide).value(position_is_wide);
     p = p < 0 ? 0 : (p >= max_position ? max_position - 1 : p);
     return reinterpret_cast<const float*>(cos_sin_cache + p * table_stride);
   };
@@ -210,12 +259,28 @@ __global__ void __launch_bounds__(kThreads) mla_decode_epilogue(
     if (threadIdx.x >= 32 * kWarps || token >= num_tokens) return;
     Chunk chunk[kWarpChunks];
     load_row<kVector>(chunk, map, nope_row, rope_row);
-    const long long slot = load_index(slot_mapping + token * slot_stride, slot_is_wide);
-    const bool overwritten =
-        is_overwritten(token, slot, slot_mapping, slot_stride, slot_is_wide, num_tokens);
+    const Index own(slot_mapping + token * slot_stride, slot_is_wide);
+    const unsigned int next = token + 1 + threadIdx.x % 32;
+    const LaterSlots later(next, slot_mapping, slot_stride, num_tokens);
     const float scale_inv =
         kCache == CacheFormat::kFp8 ? load_scale(cache_scale_inv, cache_scale_value) : 1.0f;
     const float* table_row = table_row_of(token, true);
+    const long long slot = own.value(slot_is_wide);
+    const unsigned int slot_low = static_cast<unsigned int>(slot);
+    bool may_be = later.may_have(slot_low, next, num_tokens);
+    for (unsigned int other = next + LaterSlots::kReach; other < num_tokens;
+         other += LaterSlots::kReach) {
+      const LaterSlots more(other, slot_mapping, slot_stride, num_tokens);
+      may_be |= more.may_have(slot_low, other, num_tokens);
+    }
+    bool overwritten = false;
+    if (__any_sync(kFullWarp, may_be)) {
+      bool same = false;
+      for (unsigned int other = next; other < num_tokens; other += 32) {
+        same |= Index(slot_mapping + other * slot_stride, slot_is_wide).value(slot_is_wide) == slot;
+      }
+      overwritten = __any_sync(kFullWarp, same);
+    }
     // A slot outside the cache is skipped like padding.
     const bool write = slot >= 0 && slot < num_slots && !overwritten;
     const unsigned int in_range = write ? static_cast<unsigned int>(slot) : 0u;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from k3cupy.ops import checks
@@ -112,15 +113,24 @@ def fused_mla_decode_q_concat_kv_cache_insert(
         cos_sin_cache,
         out,
     )
+    if out is positions is cos_sin_cache is q_scale_inv is cache_scale_inv is None:
+        probed = tensors.probe_six_torch(ql_nope, q_pe, kv_c_normed, k_pe, kv_cache, slot_mapping)
+    else:
+        probed = None
     if split is not None:
         check_split(split)
     if pdl is not None and not isinstance(pdl, bool):
         checks.reject("pdl", "None, True or False", repr(pdl), error=TypeError)
-    try:
-        addresses, signature, owners = tensors.probe_all(values)
-    except Exception:
-        views_of(values)  # says in words what cannot be read
-        raise
+    owners: list[Any] = []
+    signature: Sequence[Any]
+    if probed is not None:
+        addresses, signature = probed
+    else:
+        try:
+            addresses, signature, owners = tensors.probe_all(values)
+        except Exception:
+            views_of(values)  # says in words what cannot be read
+            raise
     key = (*signature, ds_mla, kv_inputs_ready, split, pdl, sources.epoch(SOURCE))
     plan = _plans.get(key)
     if plan is None:

@@ -90,8 +90,8 @@ def decide(
 def _kernel_variant(problem: MlaDecodeProblem) -> MlaDecodeVariant:
     """Return the variant to compile.
 
-    A batch in slices cannot use the promise of ``kv_inputs_ready``: the kernel before a slice is the
-    slice before it, which may write the same cache rows.
+    A batch in slices cannot use the promise of ``kv_inputs_ready``: the kernel before a slice is
+    the slice before it, which may write the same cache rows.
     """
     sliced = problem.num_tokens > _MAX_TOKENS_PER_LAUNCH
     return replace(problem.variant, kv_inputs_ready=False) if sliced else problem.variant
@@ -115,11 +115,9 @@ def make_plan(
 
 
 class _Layout:
-    """What varies between the calls of one plan and is checked on each: grad mode and overlap."""
+    """What only the addresses decide, checked on each call: outputs apart from inputs."""
 
     def __init__(self, problem: MlaDecodeProblem) -> None:
-        self._views = problem.views
-        self._follows_grad = any(v.requires_grad for v in problem.views.values())
         spans = {_INDEX[name]: v.span for name, v in problem.views.items()}
         self._cache_span = spans.pop(_CACHE)
         self._out_span = spans.get(_OUT)
@@ -128,30 +126,26 @@ class _Layout:
         self._near_out = tuple(spans.items())
 
     def check(self, values: Values, addresses: list[int]) -> None:
-        """Raise as ``validate`` would if these tensors had been its arguments."""
-        if self._follows_grad:
-            check_grad(self._views)
-        suspicious = _any_within(addresses, _CACHE, self._cache_span, self._near_cache)
-        if self._out_span is not None and not suspicious:
-            suspicious = _any_within(addresses, _OUT, self._out_span, self._near_out)
+        """Refuse a cache or an output that shares memory with another argument."""
+        start = addresses[_CACHE]
+        end = start + self._cache_span
+        suspicious = False
+        for index, span in self._near_cache:
+            other = addresses[index]
+            if other < end and start < other + span:
+                suspicious = True
+        if self._out_span is not None:
+            start = addresses[_OUT]
+            end = start + self._out_span
+            for index, span in self._near_out:
+                other = addresses[index]
+                if other < end and start < other + span:
+                    suspicious = True
         if suspicious:
             views = views_of(values)
             read = {name: v for name, v in views.items() if name not in ("kv_cache", "out")}
             written = {name: v for name, v in views.items() if name not in read}
             checks.check_no_overlap(written, read)
-
-
-def _any_within(
-    addresses: list[int], target: int, span: int, others: tuple[tuple[int, int], ...]
-) -> bool:
-    """Return whether one of the others may touch the bytes from the target's start to its end."""
-    start = addresses[target]
-    end = start + span
-    for index, other_span in others:
-        other = addresses[index]
-        if other < end and start < other + other_span:
-            return True
-    return False
 
 
 def _out_dtype(problem: MlaDecodeProblem) -> str:
@@ -248,7 +242,9 @@ class _CudaPlan:
         self._framework = views["ql_nope"].framework
         self._device = views["ql_nope"].device_index
         torch_is_there = any(v.framework == "torch" for v in views.values())
-        self._stream_framework = "torch" if torch_is_there else "cupy"
+        self._current_stream = streams.current_of(
+            "torch" if torch_is_there else "cupy", self._device
+        )
         shape = (problem.num_tokens, problem.num_heads, LATENT_DIM)
         self._allocate = outputs.allocator(
             self._framework, shape, _out_dtype(problem), self._device
@@ -257,14 +253,16 @@ class _CudaPlan:
         self._cache_scale_is_number = (
             problem.variant.cache == "fp8" and "cache_scale_inv" not in views
         )
+        self._has_scale_numbers = self._q_scale_is_number or self._cache_scale_is_number
+        self._address_of = outputs.address_of(self._framework)
         self._slices = self._make_slices(decision, stream) if problem.num_tokens else ()
 
     def run(self, values: Values, addresses: list[int], stream: Any) -> Any:
         self._layout.check(values, addresses)
-        handle = self._handle(stream)
+        handle = self._current_stream() if stream is None else streams.handle_of(stream)
         if env.check_enabled():
             self._check_indices(values, handle)
-        scales = self._scale_numbers(values)
+        scales = self._scale_numbers(values) if self._has_scale_numbers else ()
         out = values[_OUT]
         if out is not None:
             out_address = addresses[_OUT]
@@ -274,7 +272,7 @@ class _CudaPlan:
             else:
                 with outputs.allocated_for(self._framework, self._device, handle):
                     out = self._allocate()
-            out_address = outputs.address_of(out)
+            out_address = self._address_of(out)
         for part in self._slices:
             arguments = part.arguments.copy()
             for place, index, offset in part.pointers:
@@ -282,17 +280,12 @@ class _CudaPlan:
             for place, scale in scales:
                 arguments[place] = scale
             arguments[_MQA_Q] = out_address + part.out_offset
-            part.launcher(handle, arguments)
+            part.launch(handle, arguments)
         if stream is not None:
             outputs.keep_for_stream([*values, out], self._device, handle)
-        if values[_OUT] is not None or self._framework != "jax":
-            return out
-        return outputs.finish(self._framework, out, _out_dtype(self._problem))
-
-    def _handle(self, stream: Any) -> int:
-        if stream is None:
-            return streams.current(self._stream_framework, self._device)
-        return streams.handle_of(stream)
+        if self._framework == "jax" and values[_OUT] is None:
+            return outputs.finish(self._framework, out, _out_dtype(self._problem))
+        return out
 
     def _scale_numbers(self, values: Values) -> list[tuple[int, np.float32]]:
         found = []
@@ -312,7 +305,7 @@ class _CudaPlan:
         for start in range(0, problem.num_tokens, _MAX_TOKENS_PER_LAUNCH):
             count = min(_MAX_TOKENS_PER_LAUNCH, problem.num_tokens - start)
             cache_blocks = config.cache_blocks(count)
-            launcher = launch.Launcher(
+            launcher = launch.make_launcher(
                 self._device,
                 kernel.kernel,
                 grid=cache_blocks + config.query_blocks(count * problem.num_heads),
@@ -322,7 +315,7 @@ class _CudaPlan:
             row_bytes = LATENT_DIM * (1 if problem.variant.query_fp8 else 2)
             slices.append(
                 _Slice(
-                    launcher=launcher,
+                    launch=launcher,
                     arguments=_fixed_arguments(problem, count, cache_blocks),
                     pointers=_pointers(problem, start),
                     out_offset=start * problem.num_heads * row_bytes,
@@ -332,7 +325,7 @@ class _CudaPlan:
 
     def _load(self, instance: instances.Instance, stream: Any) -> instances.LoadedKernel:
         if not instances.is_loaded(instance, self._device):
-            handle = self._handle(stream)
+            handle = self._current_stream() if stream is None else streams.handle_of(stream)
             if streams.is_capturing(handle):
                 raise CaptureError(
                     f"{instance.name_expression} is not loaded and stream 0x{handle:x} is "
@@ -362,13 +355,13 @@ class _Slice:
     """One launch of a call.
 
     Attributes:
-        launcher: the kernel with grid and block.
+        launch: queues the kernel with its grid and block.
         arguments: all of them, pointers still 0.
         pointers: (place among the arguments, index into the addresses, bytes to add).
         out_offset: bytes to add to the output's address.
     """
 
-    launcher: launch.Launcher
+    launch: launch.Launcher
     arguments: list[Any]
     pointers: tuple[tuple[int, int, int], ...]
     out_offset: int

@@ -16,10 +16,12 @@ from k3cupy.runtime import streams, toolchain
 Allocator = Callable[[], Any]
 
 
-def address_of(out: Any) -> int:
-    """Return the address of a tensor made by an ``allocator``."""
-    data_ptr = getattr(out, "data_ptr", None)
-    return int(data_ptr() if data_ptr is not None else out.data.ptr)
+def address_of(framework: str) -> Callable[[Any], int]:
+    """Return the function that gives the address of what a GPU ``allocator`` made."""
+    if framework == "torch":
+        data_ptr: Callable[[Any], int] = sys.modules["torch"].Tensor.data_ptr
+        return data_ptr
+    return lambda array: int(array.data.ptr)
 
 
 def allocator(framework: str, shape: tuple[int, ...], dtype: str, device: int | None) -> Allocator:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from k3cupy.runtime import toolchain
-
-_thread = threading.local()
 
 
 @dataclass(frozen=True)
@@ -70,14 +67,3 @@ def current(index: int) -> Iterator[None]:
     finally:
         if before != index:
             runtime.setDevice(before)
-
-
-def is_current(index: int) -> bool:
-    """Return whether a GPU is current and this thread already holds its context."""
-    runtime = toolchain.cupy().cuda.runtime
-    if runtime.getDevice() != index:
-        return False
-    if getattr(_thread, "bound", None) != index:
-        runtime.setDevice(index)  # the same device: binds its context to this thread
-        _thread.bound = index
-    return True

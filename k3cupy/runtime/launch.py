@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from k3cupy.runtime import devices, streams, toolchain
@@ -21,8 +23,14 @@ def divisor_constants(divisor: int) -> tuple[int, int]:
     return -(-(1 << (31 + bits)) // divisor), 31 + bits
 
 
-class Launcher:
-    """A kernel with its launch configuration on one GPU.
+Launcher = Callable[[int, Sequence[Any]], None]
+"""Queues a kernel: (stream handle, arguments). Pointers and 64-bit values are Python ints."""
+
+
+def make_launcher(device: int, kernel: Any, *, grid: int, block: int, pdl: bool) -> Launcher:
+    """Return the launch of a kernel on one GPU; the caller's current device stays as it is.
+
+    A closure, because it runs on every call and attributes of an object cost more.
 
     Args:
         device: GPU ordinal.
@@ -32,25 +40,18 @@ class Launcher:
         pdl: set the attribute for programmatic dependent launch, with which the kernel may start
             before its predecessor ends.
     """
+    core = toolchain.cuda_core()
+    queue = core.launch
+    config = core.LaunchConfig(grid=grid, block=block, programmatic_stream_serialization=pdl)
+    get_device = toolchain.cupy().cuda.runtime.getDevice
+    thread = threading.local()
 
-    def __init__(self, device: int, kernel: Any, *, grid: int, block: int, pdl: bool) -> None:
-        core = toolchain.cuda_core()
-        self._device = device
-        self._kernel = kernel
-        self._config = core.LaunchConfig(
-            grid=grid, block=block, programmatic_stream_serialization=pdl
-        )
-        self._launch = core.launch
-
-    def __call__(self, stream: int, arguments: list[Any]) -> None:
-        """Queue the kernel; the caller's current device is as before afterwards.
-
-        Args:
-            stream: driver handle of a stream on the device.
-            arguments: Python ints for pointers and 64-bit values, NumPy scalars for the rest.
-        """
-        if devices.is_current(self._device):
-            self._launch(streams.wrap(stream), self._config, self._kernel, *arguments)
+    def launch(stream: int, arguments: Sequence[Any]) -> None:
+        if get_device() == device and hasattr(thread, "bound"):
+            queue(streams.wrap(stream), config, kernel, *arguments)
             return
-        with devices.current(self._device):
-            self._launch(streams.wrap(stream), self._config, self._kernel, *arguments)
+        with devices.current(device):
+            queue(streams.wrap(stream), config, kernel, *arguments)
+        thread.bound = True  # this thread has made the device's context its own
+
+    return launch

@@ -132,7 +132,9 @@ def load(name: str) -> Source:
 
 def epoch(name: str) -> str | None:
     """Return what a plan must agree on: None for the shipped sources, else the present digest."""
-    return None if overridden() is None else load(name).digest
+    if _override.get() is None and env.source_dir() is None:
+        return None
+    return load(name).digest
 
 
 def _stamp(path: Path) -> tuple[int, int]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from k3cupy.runtime import toolchain
@@ -39,14 +40,17 @@ def handle_of(stream: Any) -> int:
     )
 
 
-def current(framework: str, device: int) -> int:
-    """Return the handle of the stream on which a framework's next operation would run."""
+def current_of(framework: str, device: int) -> Callable[[], int]:
+    """Return a function that gives the stream on which a framework's next operation would run."""
     if framework == "torch":
-        handle: int = sys.modules["torch"]._C._cuda_getCurrentRawStream(device)
-        return handle
+        return functools.partial(sys.modules["torch"]._C._cuda_getCurrentRawStream, device)
     cupy = toolchain.cupy()
-    with cupy.cuda.Device(device):
-        return int(cupy.cuda.get_current_stream().ptr)
+
+    def current() -> int:
+        with cupy.cuda.Device(device):
+            return int(cupy.cuda.get_current_stream().ptr)
+
+    return current
 
 
 def dlpack_stream(device: int) -> int:
@@ -56,7 +60,7 @@ def dlpack_stream(device: int) -> int:
     """
     torch = sys.modules.get("torch")
     initialized = torch is not None and torch.cuda.is_initialized()
-    return current("torch" if initialized else "cupy", device) or _LEGACY_DEFAULT
+    return current_of("torch" if initialized else "cupy", device)() or _LEGACY_DEFAULT
 
 
 def wrap(handle: int) -> Any:

@@ -2,10 +2,10 @@
 
 Two functions per producer:
 
-- ``probe`` gives the address and a hashable signature of everything else. It runs on every call
+- a probe gives the address and a hashable signature of everything else. It runs on every call
   and is the key of the plan cache, so it reads attributes where the producer has them: PyTorch's
   cost 0.8 us a tensor, its DLPack export with an importer behind it 1 to 18 us.
-- ``view`` gives the full description, for validation; only a plan-cache miss needs it.
+- a view gives the full description, for validation; only a plan-cache miss needs it.
 
 Other producers go through their DLPack capsule (see ``dlpack``).
 """
@@ -124,22 +124,6 @@ def itemsize(dtype: str) -> int:
 # --- PyTorch ------------------------------------------------------------------------------------
 
 
-def _probe_torch(t: Any) -> Probe:
-    address = t.data_ptr()
-    return (
-        address,
-        (
-            t.shape,
-            t.stride(),
-            t.dtype,
-            t.device,
-            t.requires_grad,
-            address % ALIGNMENT,
-        ),
-        None,
-    )
-
-
 def _view_torch(t: Any) -> TensorView:
     dtype = str(t.dtype).removeprefix("torch.")
     return TensorView(
@@ -244,22 +228,22 @@ def _is_jax(obj: Any) -> bool:
 
 # --- Which producer -----------------------------------------------------------------------------
 
-_Handlers = tuple[str, Callable[[Any], Probe], Callable[[Any], TensorView]]
-_TORCH: _Handlers = ("torch", _probe_torch, _view_torch)
+_Handlers = tuple[str, Callable[[Any], Probe] | None, Callable[[Any], TensorView]]
+_TORCH: _Handlers = ("torch", None, _view_torch)  # probe_all reads these in line
 _NUMPY: _Handlers = ("numpy", _probe_numpy, _view_numpy)
 _CUPY: _Handlers = ("cupy", _probe_cupy, _view_cupy)
 _DLPACK: _Handlers = ("dlpack", _probe_dlpack, _view_dlpack)
 
 _by_type: dict[type, _Handlers] = {}
-_torch_tensor: Any = None  # torch.Tensor, once one has been seen
+
+_torch_types: set[type] = set()
 
 
 def _resolve(cls: type) -> _Handlers | None:
     """Find the producer of a class without importing any framework: its base classes tell."""
-    global _torch_tensor
     torch = sys.modules.get("torch")
     if torch is not None and issubclass(cls, torch.Tensor):
-        _torch_tensor = torch.Tensor
+        _torch_types.add(cls)
         return _TORCH
     for base in cls.__mro__:
         root = base.__module__.partition(".")[0]
@@ -273,7 +257,7 @@ def _resolve(cls: type) -> _Handlers | None:
 
 
 def handlers(obj: Any) -> _Handlers:
-    """Return (framework, probe, view) for a tensor's class.
+    """Return (framework, probe, view) for a tensor's class; PyTorch's has no probe.
 
     Raises:
         TypeError: the object is no tensor; the text is the class's name only, for the caller to
@@ -297,7 +281,8 @@ def is_number(value: Any) -> bool:
 def probe_all(values: tuple[Any, ...]) -> tuple[list[int], list[Any], list[Any]]:
     """Probe arguments that may be tensors, numbers or None.
 
-    PyTorch's tensors are read in line: this loop is a good part of a call's host time.
+    PyTorch's tensors are read in line: this loop is a good part of a call's host time. A tensor
+    that requires grad is marked while grad mode is on, so that a plan made without it does not fit.
 
     Returns:
         Addresses (0 for what is no tensor), the signature of them all, and what must live until the
@@ -309,31 +294,100 @@ def probe_all(values: tuple[Any, ...]) -> tuple[list[int], list[Any], list[Any]]
     addresses: list[int] = []
     signature: list[Any] = []
     owners: list[Any] = []
-    torch_tensor = _torch_tensor
+    torch_types = _torch_types
+    grad_mode = bool(torch_types) and sys.modules["torch"].is_grad_enabled()
+    add_address = addresses.append
     for value in values:
-        if type(value) is torch_tensor:
+        if type(value) in torch_types:
             address = value.data_ptr()
-            addresses.append(address)
+            add_address(address)
+            # Off the GPU the ordinal says too little: a tensor without memory has -1 as well.
+            ordinal = value.get_device()
             signature += (
                 value.shape,
                 value.stride(),
                 value.dtype,
-                value.device,
-                value.requires_grad,
+                ordinal if ordinal >= 0 else value.device,
                 address % ALIGNMENT,
             )
+            if grad_mode and value.requires_grad:
+                signature.append("grad")
         elif value is None:
-            addresses.append(0)
+            add_address(0)
             signature.append(None)
         elif is_number(value):
-            addresses.append(0)
+            add_address(0)
             signature.append("number")
         else:
-            address, layout, owner = handlers(value)[1](value)
-            addresses.append(address)
+            probe = handlers(value)[1]
+            if probe is None:
+                return probe_all(values)  # the first of its class: known as PyTorch's from now on
+            address, layout, owner = probe(value)
+            add_address(address)
             signature.append(layout)
             owners.append(owner)
     return addresses, signature, owners
+
+
+def probe_six_torch(
+    a: Any, b: Any, c: Any, d: Any, e: Any, f: Any
+) -> tuple[list[int], tuple[Any, ...]] | None:
+    """Probe six PyTorch tensors on a GPU without a loop: two thirds of ``probe_all``'s time.
+
+    Returns:
+        Addresses, with room for five arguments that are None, and signature; or None where
+        ``probe_all`` has to look: another class, the CPU, or a tensor that requires grad while grad
+        mode is on. The signatures of the two never agree.
+    """
+    kind = type(a)
+    if kind not in _torch_types or not (
+        kind is type(b) is type(c) is type(d) is type(e) is type(f) and a.is_cuda
+    ):
+        return None
+    if sys.modules["torch"].is_grad_enabled() and (
+        a.requires_grad
+        or b.requires_grad
+        or c.requires_grad
+        or d.requires_grad
+        or e.requires_grad
+        or f.requires_grad
+    ):
+        return None
+    at_a, at_b, at_c = a.data_ptr(), b.data_ptr(), c.data_ptr()
+    at_d, at_e, at_f = d.data_ptr(), e.data_ptr(), f.data_ptr()
+    signature = (
+        a.shape,
+        a.stride(),
+        a.dtype,
+        a.get_device(),
+        at_a % ALIGNMENT,
+        b.shape,
+        b.stride(),
+        b.dtype,
+        b.get_device(),
+        at_b % ALIGNMENT,
+        c.shape,
+        c.stride(),
+        c.dtype,
+        c.get_device(),
+        at_c % ALIGNMENT,
+        d.shape,
+        d.stride(),
+        d.dtype,
+        d.get_device(),
+        at_d % ALIGNMENT,
+        e.shape,
+        e.stride(),
+        e.dtype,
+        e.get_device(),
+        at_e % ALIGNMENT,
+        f.shape,
+        f.stride(),
+        f.dtype,
+        f.get_device(),
+        at_f % ALIGNMENT,
+    )
+    return [at_a, at_b, at_c, at_d, at_e, at_f, 0, 0, 0, 0, 0], signature
 
 
 def view(obj: Any, name: str) -> TensorView:
