@@ -13,7 +13,6 @@ NumPy, which an edit of the CUDA sources does not touch.)
 # %% Imports, and one small decode step to try things with.
 from __future__ import annotations
 
-import hashlib
 import re
 import shutil
 import subprocess
@@ -58,16 +57,14 @@ def call(cos_sin_cache: torch.Tensor) -> torch.Tensor:
 
 
 def describe() -> str:
-    """What the compiler makes of the present sources. Needs NVRTC, but no GPU."""
+    """The present sources and what the compiler makes of them. Needs NVRTC, but no GPU."""
+    digest = sources.load(SOURCE).digest[:12]  # of mla_decode.cu and every file it includes
     arch = devices.info(torch.cuda.current_device()).arch if HAS_GPU else "sm_90"
     try:
         code = offline.compile_cubin(SOURCE, [CONFIG.name_expression(VARIANT)], arch).code
     except k3cupy.ToolchainError as error:
-        return f"not compiled: {error}"
-    return (
-        f"{arch}, {registers(code)} registers a thread, {len(code)} bytes, "
-        f"SHA-256 {hashlib.sha256(code).hexdigest()[:12]}"
-    )
+        return f"sources {digest}, not compiled: {error}"
+    return f"sources {digest}, {arch}: {registers(code)} registers a thread, {len(code)} bytes"
 
 
 def registers(code: bytes) -> str:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import click
 
 import k3cupy
+from k3cupy.bench.cli import bench
 
 
 @click.group()
 @click.version_option(k3cupy.__version__, prog_name="k3cupy")
 def main() -> None:
     """Kimi-K3 decode kernels, compiled at run time."""
+
+
+main.add_command(bench)
 
 
 @main.command("show-config")

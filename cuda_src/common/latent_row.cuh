@@ -27,13 +27,6 @@ constexpr int kDsMlaRopeOffset = kTileScaleOffset + 4 * (kLoraRank / kTileElemen
 static_assert(kTileLanes == 16, "a tile is one aligned half of a warp");
 static_assert(kDsMlaRopeOffset == 528, "the RoPE part starts at byte 528");
 
-// The cache's geometry; strides in bytes, so that one form serves every format.
-struct PagedCache {
-  char* base;
-  long long block_stride;
-  long long token_stride;
-};
-
 // A tile's scale is 2^ceil(log2(max(amax / 448, 1e-4))), read off the exponent bits, which is exact
 // where a logarithm is not: 448 is 1.75 * 2^8, so the exponent is that of amax less 8, plus one
 // where the mantissa is past 1.75; 1e-4 puts the floor at 2^-13. An infinite amax gives an infinite

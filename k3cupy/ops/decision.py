@@ -11,7 +11,7 @@ class Decision:
     """The answer of an ``explain_*`` function.
 
     Attributes:
-        backend: ``"cuda"``, ``"reference"`` (CPU tensors), or ``"none"`` (nothing to compute).
+        backend: ``"cuda"`` or, for CPU tensors, ``"reference"``.
         config: the launch configuration, where a kernel runs.
         name_expression: the template instance, where a kernel runs.
         pdl: whether the launch carries the attribute for programmatic dependent launch.

@@ -17,7 +17,7 @@ from k3cupy.ops.mla_decode_validate import (
     validate,
     views_of,
 )
-from k3cupy.runtime import sources, tensors
+from k3cupy.runtime import sources, streams, tensors
 
 
 def fused_mla_decode_q_concat_kv_cache_insert(
@@ -127,7 +127,8 @@ def fused_mla_decode_q_concat_kv_cache_insert(
         addresses, signature = probed
     else:
         try:
-            addresses, signature, owners = tensors.probe_all(values)
+            handle = None if stream is None else streams.handle_of(stream)
+            addresses, signature, owners = tensors.probe_all(values, handle)
         except Exception:
             views_of(values)  # says in words what cannot be read
             raise

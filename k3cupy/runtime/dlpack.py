@@ -105,7 +105,8 @@ def export(obj: Any, stream: int | None) -> Any:
         stream: the CUDA stream that will use the memory, which the producer makes wait for its own
             pending work; None for memory on the CPU.
     """
-    keywords: dict[str, Any] = {} if stream is None else {"stream": stream}
+    # DLPack's number for the legacy default stream, whose handle is 0, is 1.
+    keywords: dict[str, Any] = {} if stream is None else {"stream": stream or 1}
     try:
         return obj.__dlpack__(max_version=(1, 1), **keywords)
     except TypeError:

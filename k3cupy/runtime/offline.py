@@ -60,8 +60,9 @@ def compile_cubin(source: str, name_expressions: Sequence[str], arch: str) -> Cu
         program = core.Program(loaded.text, "c++", options)
         code = program.compile("cubin", name_expressions=list(name_expressions))
     except Exception as error:  # cuda-core raises classes of cuda-bindings, which may be absent
+        log = str(error).rstrip("\0 \n")
         raise CompileError(
-            f"{loaded.directory / source}: NVRTC refused it for {arch}\n{error}"
+            f"{loaded.directory / source}: NVRTC refused it for {arch}\n{log}"
         ) from error
     symbols = {
         name: symbol.decode() if isinstance(symbol, bytes) else symbol

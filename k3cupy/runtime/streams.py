@@ -53,16 +53,6 @@ def current_of(framework: str, device: int) -> Callable[[], int]:
     return current
 
 
-def dlpack_stream(device: int) -> int:
-    """Return the stream to name when a producer exports CUDA memory, in DLPack's numbering.
-
-    That is PyTorch's current stream where PyTorch uses CUDA, else CuPy's.
-    """
-    torch = sys.modules.get("torch")
-    initialized = torch is not None and torch.cuda.is_initialized()
-    return current_of("torch" if initialized else "cupy", device)() or _LEGACY_DEFAULT
-
-
 def wrap(handle: int) -> Any:
     """Return cuda-core's stream object for a handle; kept, because making one costs 2 us."""
     stream = _wrapped.get(handle)

@@ -195,10 +195,13 @@ def _view_cupy(a: Any) -> TensorView:
 # --- Any other DLPack producer ------------------------------------------------------------------
 
 
-def _view_dlpack(obj: Any) -> TensorView:
+def _view_dlpack(obj: Any, stream: int | None = None) -> TensorView:
     device_type, index = obj.__dlpack_device__()
-    on_gpu = int(device_type) in dlpack.CUDA_DEVICES
-    capsule = dlpack.export(obj, streams.dlpack_stream(int(index)) if on_gpu else None)
+    if int(device_type) not in dlpack.CUDA_DEVICES:
+        stream = None
+    elif stream is None:
+        stream = streams.current_of(_stream_framework(()), int(index))()
+    capsule = dlpack.export(obj, stream)
     header = dlpack.read_header(capsule)
     framework = "jax" if _is_jax(obj) else "dlpack"
     return TensorView(
@@ -216,8 +219,8 @@ def _view_dlpack(obj: Any) -> TensorView:
     )
 
 
-def _probe_dlpack(obj: Any) -> Probe:
-    v = _view_dlpack(obj)
+def _probe_dlpack(obj: Any, stream: int | None = None) -> Probe:
+    v = _view_dlpack(obj, stream)
     key = (v.framework, v.shape, v.strides, v.dtype, v.device_type, v.device_index, v.readonly)
     return v.address, (*key, v.address % ALIGNMENT), v.owner
 
@@ -278,11 +281,28 @@ def is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool | np.bool_)
 
 
-def probe_all(values: tuple[Any, ...]) -> tuple[list[int], list[Any], list[Any]]:
+def _stream_framework(values: tuple[Any, ...]) -> str:
+    """Return whose current stream a call runs on: PyTorch's where one of its tensors takes part."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return "cupy"
+    if any(type(value) in _torch_types for value in values):
+        return "torch"
+    return "torch" if not values and torch.cuda.is_initialized() else "cupy"
+
+
+def probe_all(
+    values: tuple[Any, ...], stream: int | None = None
+) -> tuple[list[int], list[Any], list[Any]]:
     """Probe arguments that may be tensors, numbers or None.
 
     PyTorch's tensors are read in line: this loop is a good part of a call's host time. A tensor
     that requires grad is marked while grad mode is on, so that a plan made without it does not fit.
+
+    Args:
+        values: what was passed.
+        stream: the stream that will use the memory, for producers that order an export behind their
+            own work; None for the current one.
 
     Returns:
         Addresses (0 for what is no tensor), the signature of them all, and what must live until the
@@ -321,12 +341,24 @@ def probe_all(values: tuple[Any, ...]) -> tuple[list[int], list[Any], list[Any]]
         else:
             probe = handlers(value)[1]
             if probe is None:
-                return probe_all(values)  # the first of its class: known as PyTorch's from now on
-            address, layout, owner = probe(value)
+                return probe_all(
+                    values, stream
+                )  # the first of its class: known as PyTorch's from now on
+            if probe is _probe_dlpack:
+                address, layout, owner = _probe_dlpack(value, _export_stream(value, values, stream))
+            else:
+                address, layout, owner = probe(value)
             add_address(address)
             signature.append(layout)
             owners.append(owner)
     return addresses, signature, owners
+
+
+def _export_stream(value: Any, values: tuple[Any, ...], stream: int | None) -> int | None:
+    device_type, index = value.__dlpack_device__()
+    if stream is not None or int(device_type) not in dlpack.CUDA_DEVICES:
+        return stream
+    return streams.current_of(_stream_framework(values), int(index))()
 
 
 def probe_six_torch(

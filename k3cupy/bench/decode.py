@@ -1,0 +1,305 @@
+"""Benchmark of the MLA decode epilogue: every configuration, alone and where it really sits.
+
+The chain is absorbed-query matmul (``torch.bmm``) -> epilogue -> a consumer that waits and reads
+mqa_q, with the strides of the model: ql_nope a transposed matmul output, q_pe a slice of q, kv_c
+and k_pe slices of the 2112-wide projection. What is reported for the chain is the time that the
+epilogue adds: the chain's time less that of the same chain without it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+import k3cupy
+from k3cupy.bench import environment, graphs
+from k3cupy.constants import DS_MLA_ROW_BYTES, KV_LORA_RANK, LATENT_DIM, QK_ROPE_HEAD_DIM
+from k3cupy.ops.mla_decode_config import CANDIDATES, DEFAULTS, MlaDecodeConfig, MlaDecodeVariant
+from k3cupy.runtime import devices, instances, launch
+from k3cupy.runtime.instances import Instance
+
+KINDS = ("16bit+same", "fp8+fp8", "16bit+ds_mla", "16bit+fp8", "fp8+same")
+"""Query format + cache format."""
+
+TABLE_TOKENS = (1, 2, 4, 8, 16, 32, 64, 65, 128, 256, 512, 1024)
+SCENARIOS = ("chain", "alone")
+LAUNCHES = 200
+
+_BLOCK_SIZE = 64
+_NUM_BLOCKS = 64
+_NOPE_HEAD_DIM = 128
+_QKV_A_WIDTH = 2112
+_CONSUMER_THREADS = 256
+
+
+@dataclass
+class Entry:
+    """One row of results; times in microseconds a launch.
+
+    Attributes:
+        kind: formats, one of ``KINDS``.
+        tokens: B.
+        heads: H.
+        scenario: ``"chain"`` (time added to the chain) or ``"alone"`` (the kernel after itself).
+        pdl: launched with programmatic dependent launch.
+        chain_us: the chain without the epilogue; 0 alone.
+        empty_us: an empty kernel in the epilogue's place.
+        torch_us: the unfused PyTorch operations in its place.
+        dispatched: the configuration that a call would choose.
+        candidates: time of every configuration.
+    """
+
+    kind: str
+    tokens: int
+    heads: int
+    scenario: str
+    pdl: bool
+    chain_us: float
+    empty_us: float
+    torch_us: float
+    dispatched: dict[str, int]
+    candidates: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Problem:
+    """Tensors of one decode step with the strides of the model."""
+
+    def __init__(self, kind: str, tokens: int, heads: int) -> None:
+        random = torch.Generator(device="cuda").manual_seed(tokens)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, device="cuda", dtype=torch.bfloat16, generator=random)
+
+        query, _, cache = kind.partition("+")
+        self.query_fp8, self.cache = query == "fp8", cache
+        q = normal(tokens, heads, _NOPE_HEAD_DIM + QK_ROPE_HEAD_DIM)
+        self.q_nope = q[..., :_NOPE_HEAD_DIM].transpose(0, 1)
+        self.w_uk = normal(heads, _NOPE_HEAD_DIM, KV_LORA_RANK)
+        self.absorbed = torch.empty(
+            heads, tokens, KV_LORA_RANK, device="cuda", dtype=torch.bfloat16
+        )
+        qkv_a = normal(tokens, _QKV_A_WIDTH)
+        latent = _QKV_A_WIDTH - LATENT_DIM
+        self.inputs = {
+            "ql_nope": self.absorbed.transpose(0, 1),
+            "q_pe": q[..., _NOPE_HEAD_DIM:],
+            "kv_c_normed": qkv_a[:, latent : latent + KV_LORA_RANK],
+            "k_pe": qkv_a[:, latent + KV_LORA_RANK :],
+            "slot_mapping": torch.randperm(
+                _NUM_BLOCKS * _BLOCK_SIZE, device="cuda", generator=random
+            )[:tokens],
+        }
+        width = DS_MLA_ROW_BYTES if cache == "ds_mla" else LATENT_DIM
+        cache_type = torch.bfloat16 if cache == "same" else torch.uint8
+        self.kv_cache = torch.zeros(
+            _NUM_BLOCKS, _BLOCK_SIZE, width, device="cuda", dtype=cache_type
+        )
+        self.scales: dict[str, torch.Tensor] = {}
+        if self.query_fp8:
+            self.scales["q_scale_inv"] = torch.tensor([0.5], device="cuda")
+        if cache == "fp8":
+            self.scales["cache_scale_inv"] = torch.tensor([2.0], device="cuda")
+        self.out = torch.empty(
+            tokens,
+            heads,
+            LATENT_DIM,
+            device="cuda",
+            dtype=torch.float8_e4m3fn if self.query_fp8 else torch.bfloat16,
+        )
+        self.absorb()
+
+    def absorb(self) -> None:
+        """Run the predecessor."""
+        torch.bmm(self.q_nope, self.w_uk, out=self.absorbed)
+
+    def epilogue(self, config: MlaDecodeConfig | None, *, pdl: bool) -> None:
+        """Run the kernel; None leaves the choice to the table."""
+        k3cupy.fused_mla_decode_q_concat_kv_cache_insert(
+            **self.inputs,
+            kv_cache=self.kv_cache,
+            **self.scales,
+            ds_mla=self.cache == "ds_mla",
+            out=self.out,
+            split=config,
+            pdl=pdl,
+        )
+
+    def dispatched(self) -> MlaDecodeConfig:
+        """Return the configuration that the table chooses."""
+        config: MlaDecodeConfig = k3cupy.explain_mla_decode(
+            **self.inputs,
+            kv_cache=self.kv_cache,
+            **self.scales,
+            ds_mla=self.cache == "ds_mla",
+            out=self.out,
+        ).config
+        return config
+
+    def unfused(self) -> None:
+        """Run the same in PyTorch operations; a ds_mla cache is written in its RoPE part only."""
+        query = torch.cat([self.inputs["ql_nope"], self.inputs["q_pe"]], -1)
+        row = torch.cat([self.inputs["kv_c_normed"], self.inputs["k_pe"]], -1)
+        if self.query_fp8:
+            query = (query * self.scales["q_scale_inv"]).clamp(-448, 448).to(torch.float8_e4m3fn)
+        self.out.copy_(query)
+        rows = self.kv_cache.view(-1, self.kv_cache.shape[-1])
+        if self.cache == "fp8":
+            scaled = (row * self.scales["cache_scale_inv"]).clamp(-448, 448)
+            row = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+        elif self.cache == "ds_mla":
+            rows, row = rows[:, -2 * QK_ROPE_HEAD_DIM :], self.inputs["k_pe"].view(torch.uint8)
+        rows.index_copy_(0, self.inputs["slot_mapping"], row)
+
+    def check(self, config: MlaDecodeConfig) -> None:
+        """Compare a configuration, bit by bit, with the CPU reference on the same tensors.
+
+        Raises:
+            RuntimeError: one bit differs; such a configuration is not timed.
+        """
+        self.kv_cache.zero_()
+        self.out.view(torch.uint8).fill_(0x55)
+        self.epilogue(config, pdl=True)
+        cache = torch.zeros(self.kv_cache.shape, dtype=self.kv_cache.dtype)
+        out = torch.empty(self.out.shape, dtype=self.out.dtype)
+        k3cupy.fused_mla_decode_q_concat_kv_cache_insert(
+            **{name: tensor.cpu() for name, tensor in self.inputs.items()},
+            kv_cache=cache,
+            **{name: tensor.cpu() for name, tensor in self.scales.items()},
+            ds_mla=self.cache == "ds_mla",
+            out=out,
+        )
+        for name, got, want in (("mqa_q", self.out, out), ("kv_cache", self.kv_cache, cache)):
+            if not torch.equal(got.cpu().view(torch.uint8), want.view(torch.uint8)):
+                raise RuntimeError(f"{config}: {name} differs from the reference, not timed")
+
+
+class Neighbours:
+    """The empty kernel and the consumer, launched as the epilogue is."""
+
+    def __init__(self, device: int, *, pdl: bool) -> None:
+        def launcher(name: str) -> launch.Launcher:
+            kernel = instances.load(Instance("bench_chain.cu", f"k3cupy::{name}"), device)
+            return launch.make_launcher(
+                device,
+                kernel.kernel,
+                grid=devices.info(device).num_sms,
+                block=_CONSUMER_THREADS,
+                pdl=pdl,
+            )
+
+        self._empty = launcher("empty_kernel")
+        self._read_all = launcher("read_all")
+        self._sink = torch.zeros(1, device="cuda", dtype=torch.int32)
+
+    def empty(self) -> None:
+        """Launch the empty kernel."""
+        self._empty(torch.cuda.current_stream().cuda_stream, [])
+
+    def consume(self, out: torch.Tensor) -> None:
+        """Launch the consumer of mqa_q."""
+        count = out.numel() * out.element_size() // 16
+        stream = torch.cuda.current_stream().cuda_stream
+        self._read_all(stream, [out.data_ptr(), count, self._sink.data_ptr()])
+
+
+def run_entry(
+    kind: str,
+    tokens: int,
+    heads: int,
+    scenario: str,
+    pdl: bool,
+    candidates: Sequence[MlaDecodeConfig] = CANDIDATES,
+) -> Entry:
+    """Check, then time every candidate, an empty kernel and PyTorch for one problem.
+
+    Raises:
+        RuntimeError: a candidate gives a wrong bit.
+    """
+    problem = Problem(kind, tokens, heads)
+    neighbours = Neighbours(torch.cuda.current_device(), pdl=pdl)
+    for config in candidates:
+        problem.check(config)
+
+    def chain(middle: Callable[[], None] | None) -> Callable[[], None]:
+        def body() -> None:
+            if scenario == "chain":
+                problem.absorb()
+            if middle is not None:
+                middle()
+            if scenario == "chain":
+                neighbours.consume(problem.out)
+
+        return body
+
+    def run(config: MlaDecodeConfig) -> Callable[[], None]:
+        return lambda: problem.epilogue(config, pdl=pdl)
+
+    middles = [neighbours.empty, problem.unfused, *map(run, candidates)]
+    bodies = [chain(middle) for middle in middles]
+    if scenario == "chain":
+        bodies.insert(0, chain(None))
+    times = graphs.measure([graphs.capture(body, LAUNCHES) for body in bodies], LAUNCHES)
+    base = times.pop(0) if scenario == "chain" else 0.0
+    added = [round(time - base, 4) for time in times]
+    return Entry(
+        kind=kind,
+        tokens=tokens,
+        heads=heads,
+        scenario=scenario,
+        pdl=pdl,
+        chain_us=round(base, 4),
+        empty_us=added[0],
+        torch_us=added[1],
+        dispatched=asdict(problem.dispatched()),
+        candidates=[
+            {**asdict(config), "us": time}
+            for config, time in zip(candidates, added[2:], strict=True)
+        ],
+    )
+
+
+def compile_all(kinds: Iterable[str], candidates: Iterable[MlaDecodeConfig], device: int) -> int:
+    """Compile what a run will launch, on threads; return how many instances there are."""
+    wanted = []
+    for kind, config in itertools.product(kinds, candidates):
+        query, _, cache = kind.partition("+")
+        wanted.append(config.instance(MlaDecodeVariant("bfloat16", query == "fp8", cache)))
+    return instances.load_all(wanted, device)
+
+
+def run(
+    kinds: Sequence[str] = KINDS,
+    tokens: Sequence[int] = TABLE_TOKENS,
+    heads: int = 12,
+    scenarios: Sequence[tuple[str, bool]] = (("chain", True),),
+) -> Iterator[Entry]:
+    """Yield the entries of a whole run.
+
+    Args:
+        kinds: formats, from ``KINDS``.
+        tokens: batch sizes.
+        heads: H.
+        scenarios: (``"chain"`` or ``"alone"``, with PDL).
+    """
+    compile_all(kinds, CANDIDATES, torch.cuda.current_device())
+    for (scenario, pdl), kind, count in itertools.product(scenarios, kinds, tokens):
+        yield run_entry(kind, count, heads, scenario, pdl)
+
+
+def as_document(entries: Sequence[Entry], commit: str | None = None) -> dict[str, Any]:
+    """Return a run as the JSON document that is kept under ``benchmarks/results``."""
+    return {
+        "benchmark": "decode",
+        "environment": environment.describe(torch.cuda.current_device(), commit),
+        "method": {
+            "launches_a_graph": LAUNCHES,
+            "statistic": "median of 3 rounds of 9 replays, microseconds a launch",
+            "chain": "time added to torch.bmm -> consumer; strides of the model",
+            "public_structure": [asdict(DEFAULTS[1]), asdict(DEFAULTS[3])],
+        },
+        "entries": [asdict(entry) for entry in entries],
+    }

@@ -1,0 +1,54 @@
+"""Timing short kernels: a CUDA graph of many launches, replayed; the median of the replays."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+def capture(body: Callable[[], Any], launches: int) -> torch.cuda.CUDAGraph:
+    """Record ``launches`` calls of ``body`` one after the other, after one call to warm up."""
+    body()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(launches):
+            body()
+    return graph
+
+
+def measure(
+    graphs: Sequence[torch.cuda.CUDAGraph], launches: int, *, rounds: int = 3, replays: int = 9
+) -> list[float]:
+    """Return the median microseconds of one launch for each graph.
+
+    The graphs take turns, ``rounds`` times, so that a drift of the machine meets all of them. A
+    turn is two replays to warm up (a graph's own arguments are cold after another graph ran) and
+    ``replays`` timed ones.
+
+    Args:
+        graphs: what to time.
+        launches: calls that each graph holds.
+        rounds: turns of each graph.
+        replays: timed replays a turn.
+    """
+    times: list[list[float]] = [[] for _ in graphs]
+    for _ in range(rounds):
+        for graph, found in zip(graphs, times, strict=True):
+            graph.replay()
+            graph.replay()
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+            marks[0].record()
+            for mark in marks[1:]:
+                graph.replay()
+                mark.record()
+            torch.cuda.synchronize()
+            found += [
+                start.elapsed_time(end) * 1000 / launches
+                for start, end in itertools.pairwise(marks)
+            ]
+    return [statistics.median(found) for found in times]

@@ -1,0 +1,155 @@
+"""Results as tables: for the terminal, for the docs, and the table that the package ships."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+HEADER = (
+    "formats",
+    "scenario",
+    "PDL",
+    "B",
+    "empty",
+    "torch",
+    "split 1",
+    "split 3",
+    "best",
+    "dispatched",
+)
+
+
+def key_of(config: Mapping[str, Any]) -> str:
+    """Return a configuration as ``split/threads/chunks``."""
+    return f"{config['split']}/{config['block_size']}/{config['chunks_per_thread']}"
+
+
+def summary(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures of an entry that decide: best, dispatched, public structure and ratios.
+
+    The public structure is one or three warps a row in blocks of 256 threads.
+    """
+    times = {key_of(candidate): candidate["us"] for candidate in entry["candidates"]}
+    best = min(times, key=lambda name: times[name])
+    dispatched = key_of(entry["dispatched"])
+    public = min(times["1/256/3"], times["3/256/1"])
+    return {
+        "best": best,
+        "best_us": times[best],
+        "dispatched": dispatched,
+        "dispatched_us": times[dispatched],
+        "split1_us": times["1/256/3"],
+        "split3_us": times["3/256/1"],
+        "dispatched_over_best": times[dispatched] / times[best],
+        "dispatched_over_public": times[dispatched] / public,
+        "over_empty_us": times[dispatched] - entry["empty_us"],
+    }
+
+
+def _cells(entry: Mapping[str, Any]) -> list[str]:
+    s = summary(entry)
+    return [
+        entry["kind"],
+        entry["scenario"],
+        "on" if entry["pdl"] else "off",
+        str(entry["tokens"]),
+        f"{entry['empty_us']:.2f}",
+        f"{entry['torch_us']:.2f}",
+        f"{s['split1_us']:.2f}",
+        f"{s['split3_us']:.2f}",
+        f"{s['best_us']:.2f} ({s['best']})",
+        f"{s['dispatched_us']:.2f} ({s['dispatched']})",
+    ]
+
+
+def print_table(entries: Sequence[Mapping[str, Any]]) -> None:
+    """Print entries to the terminal; times in microseconds."""
+    table = Table(title="MLA decode epilogue, microseconds a launch")
+    for name in HEADER:
+        table.add_column(name, justify="left" if name in HEADER[:3] else "right")
+    for entry in entries:
+        table.add_row(*_cells(entry))
+    Console(soft_wrap=True).print(table)
+
+
+def markdown(document: Mapping[str, Any]) -> str:
+    """Return a document's entries as a Markdown table with its environment above."""
+    e = document["environment"]
+    packages = ", ".join(
+        f"{name} {e['packages'][name]}"
+        for name in ("torch", "cupy-cuda13x", "cupy-cuda12x", "cuda-core")
+        if name in e["packages"]
+    )
+    lines = [
+        f"{e['gpu']} ({e['num_sms']} SMs), driver {e['driver']}, NVRTC {e['nvrtc']}, {packages}, "
+        f"commit {e['commit'][:12]}, {e['date']}. Microseconds a launch.",
+        "",
+        "| " + " | ".join(HEADER) + " |",
+        "|" + " --- |" * len(HEADER),
+    ]
+    lines += ["| " + " | ".join(_cells(entry)) + " |" for entry in document["entries"]]
+    return "\n".join(lines) + "\n"
+
+
+def insert_markdown(path: Path, text: str) -> None:
+    """Replace what stands between the result markers of a documentation page.
+
+    Raises:
+        ValueError: the page has no markers.
+    """
+    begin, end = "<!-- results:begin -->", "<!-- results:end -->"
+    page = path.read_text(encoding="utf-8")
+    head, found, rest = page.partition(begin)
+    _, closed, tail = rest.partition(end)
+    if not (found and closed):
+        raise ValueError(f"{path}: expected the markers {begin} and {end}")
+    path.write_text(f"{head}{begin}\n\n{text}\n{end}{tail}", encoding="utf-8")
+
+
+def shipped_table(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the decode table for a document's GPU: the fastest in the chain, per row count."""
+    e = document["environment"]
+    entries = [
+        {
+            "kind": entry["kind"],
+            "num_rows": entry["tokens"] * (entry["heads"] + 1),
+            "tokens": entry["tokens"],
+            "num_heads": entry["heads"],
+            "chosen": _without_time(min(entry["candidates"], key=lambda c: c["us"])),
+            "us": {key_of(candidate): candidate["us"] for candidate in entry["candidates"]},
+        }
+        for entry in document["entries"]
+        if entry["scenario"] == "chain" and entry["pdl"]
+    ]
+    facts = {
+        name: e[name]
+        for name in (
+            "compute_capability",
+            "num_sms",
+            "driver",
+            "nvrtc",
+            "packages",
+            "commit",
+            "date",
+        )
+    }
+    return {
+        "schema": 1,
+        "unit": "us added to the chain, PDL on",
+        "gpus": {e["gpu"]: {**facts, "entries": entries}},
+    }
+
+
+def _without_time(candidate: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in candidate.items() if name != "us"}
+
+
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Write a document, making its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

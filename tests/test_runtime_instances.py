@@ -1,0 +1,428 @@
+"""Compiling, loading and caching of instances: with a scripted compiler here, and on a real GPU."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import re
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import make_call, run_child, run_program
+from toolchain_helpers import (
+    FakeCompileError,
+    FakeDriverError,
+    FakeGpu,
+    copy_of_sources,
+    edit,
+    fake_gpu,
+    write,
+)
+
+import k3cupy
+from k3cupy.ops.mla_decode_config import DEFAULTS, SOURCE, MlaDecodeVariant
+from k3cupy.runtime import instances, sources, toolchain
+
+INSTANCES = [c.instance(MlaDecodeVariant("bfloat16")) for c in DEFAULTS.values()]
+ONE = INSTANCES[0]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    monkeypatch.delenv("K3CUPY_SOURCE_DIR", raising=False)
+    monkeypatch.delenv("CUPY_CACHE_IN_MEMORY", raising=False)
+    with fake_gpu(monkeypatch) as fake:
+        yield fake
+
+
+def refuse(_: str) -> None:
+    raise FakeCompileError("mla_decode.cu(7): error: expected a ';'")
+
+
+# One compile, whoever asks
+
+
+def test_one_compile_however_many_threads_ask(gpu: FakeGpu) -> None:
+    asked = threading.Barrier(16)
+    gpu.on_compile = lambda _: time.sleep(0.1)
+
+    def ask(number: int) -> Any:
+        asked.wait(30)
+        return instances.load(INSTANCES[number % 2], 0)
+
+    with ThreadPoolExecutor(16) as pool:
+        loaded = list(pool.map(ask, range(16)))
+    assert sorted(gpu.compiled) == sorted(i.name_expression for i in INSTANCES[:2])
+    assert len({id(kernel) for kernel in loaded}) == 2
+    assert all(kernel.registers == 32 and kernel.local_bytes == 0 for kernel in loaded)
+
+
+def test_each_gpu_loads_its_own(gpu: FakeGpu) -> None:
+    assert instances.load(ONE, 0) is not instances.load(ONE, 1)
+    assert instances.load(ONE, 1) is instances.load(ONE, 1)
+    assert len(gpu.compiled) == 2
+    assert gpu.current_device == 0, "the caller's current device is as before"
+
+
+def test_is_loaded_says_no_before_and_during_a_compile(gpu: FakeGpu) -> None:
+    seen = []
+    gpu.on_compile = lambda _: seen.append(instances.is_loaded(ONE, 0))
+    assert not instances.is_loaded(ONE, 0)
+    instances.load(ONE, 0)
+    assert seen == [False]
+    assert instances.is_loaded(ONE, 0)
+    assert not instances.is_loaded(ONE, 1)
+
+
+def test_load_all(gpu: FakeGpu) -> None:
+    done: list[Any] = []
+    assert instances.load_all([*INSTANCES, *INSTANCES], 0, on_done=done.append) == len(INSTANCES)
+    assert sorted(gpu.compiled) == sorted(i.name_expression for i in INSTANCES)
+    assert set(done) == set(INSTANCES)
+    assert instances.load_all([], 0) == 0
+
+
+def test_load_all_uses_the_callers_source_dir(gpu: FakeGpu, tmp_path: Path) -> None:
+    tree = copy_of_sources(tmp_path)
+    write(tree / "common/rope.cuh", "// edited\n")
+    with k3cupy.source_dir(tree):
+        digest = sources.load(SOURCE).digest
+        seen: list[str] = []
+        gpu.on_compile = seen.append
+        instances.load_all(INSTANCES, 0, max_workers=3)
+    assert all(digest in code for code in seen)
+    assert not instances.is_loaded(ONE, 0), "the shipped sources are another instance"
+
+
+def test_an_edited_header_is_another_instance(gpu: FakeGpu, tmp_path: Path) -> None:
+    """CuPy's own key misses headers behind -I: the text that it gets must change with them."""
+    tree = copy_of_sources(tmp_path)
+    seen: list[str] = []
+    gpu.on_compile = seen.append
+    with k3cupy.source_dir(tree):
+        first = instances.load(ONE, 0)
+        assert instances.load(ONE, 0) is first
+        write(tree / "common/fp8.cuh", "// edited\n")
+        assert not instances.is_loaded(ONE, 0)
+        assert instances.load(ONE, 0) is not first
+    assert len(set(seen)) == len(seen) == 2
+
+
+# Failed compiles (case 6)
+
+
+def test_case06_failed_compile_names_file_and_log(gpu: FakeGpu) -> None:
+    gpu.on_compile = refuse
+    with pytest.raises(k3cupy.CompileError) as caught:
+        instances.load(ONE, 0)
+    text = str(caught.value)
+    assert text.startswith(str(sources.shipped() / SOURCE))
+    assert ONE.name_expression in text
+    assert "error: expected a ';'" in text
+    assert isinstance(caught.value.__cause__, FakeCompileError)
+
+
+def test_case06_nothing_stays_after_a_failed_compile(gpu: FakeGpu) -> None:
+    gpu.on_compile = refuse
+    for _ in range(2):
+        with pytest.raises(k3cupy.CompileError):
+            instances.load(ONE, 0)
+        assert not instances.is_loaded(ONE, 0)
+    gpu.on_compile = lambda _: None
+    instances.load(ONE, 0)
+    assert instances.is_loaded(ONE, 0)
+    assert len(gpu.compiled) == 3
+    assert gpu.current_device == 0
+
+
+def test_case06_the_next_call_after_a_fix_works(gpu: FakeGpu, tmp_path: Path) -> None:
+    tree = copy_of_sources(tmp_path)
+    original = (tree / SOURCE).read_text(encoding="utf-8")
+
+    def compile_text(code: str) -> None:
+        if "syntax error here" in code:
+            refuse(code)
+
+    gpu.on_compile = compile_text
+    with k3cupy.source_dir(tree):
+        write(tree / SOURCE, original + "syntax error here\n")
+        with pytest.raises(k3cupy.CompileError, match=re.escape(str(tree.resolve() / SOURCE))):
+            instances.load(ONE, 0)
+        write(tree / SOURCE, original)
+        instances.load(ONE, 0)
+
+
+def test_all_waiting_threads_get_the_error(gpu: FakeGpu) -> None:
+    def slowly_refuse(code: str) -> None:
+        time.sleep(0.2)
+        refuse(code)
+
+    gpu.on_compile = slowly_refuse
+
+    def ask(_: int) -> str:
+        with pytest.raises(k3cupy.CompileError) as caught:
+            instances.load(ONE, 0)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(pool.map(ask, range(8)))) == 1
+    assert len(gpu.compiled) <= 2
+
+
+def test_a_failure_of_one_is_the_failure_of_load_all(gpu: FakeGpu) -> None:
+    def refuse_one(_: str) -> None:
+        if gpu.compiled[-1] == ONE.name_expression:
+            refuse("")
+
+    gpu.on_compile = refuse_one
+    with pytest.raises(k3cupy.CompileError, match=re.escape(ONE.name_expression)):
+        instances.load_all(INSTANCES, 0, max_workers=1)
+
+
+def test_case24_releases_that_differ_are_named(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu.on_compile, gpu.nvrtc = refuse, (12, 2)
+    with pytest.raises(k3cupy.CompileError) as caught:
+        instances.load(ONE, 0)
+    text = str(caught.value)
+    assert "NVRTC 12.2 with CUDA 12.9 headers from /headers" in text
+    assert "the releases differ" in text
+    assert "install matching" in text
+    monkeypatch.setattr(toolchain, "header_version", lambda: (12, 2))
+    with pytest.raises(k3cupy.CompileError, match="NVRTC 12.2 with CUDA 12.2") as caught:
+        instances.load(ONE, 0)
+    assert "differ" not in str(caught.value)
+
+
+def test_case24_nvrtc_newer_than_the_driver(gpu: FakeGpu) -> None:
+    def refuse_binary(_: str) -> None:
+        raise FakeDriverError("CUDA_ERROR_UNSUPPORTED_PTX_VERSION")
+
+    gpu.on_compile, gpu.driver, gpu.nvrtc = refuse_binary, 11080, (13, 1)
+    with pytest.raises(k3cupy.ToolchainError) as caught:
+        instances.load(ONE, 0)
+    text = str(caught.value)
+    assert "CUDA_ERROR_UNSUPPORTED_PTX_VERSION" in text
+    assert "Driver 11.8, NVRTC 13.1" in text
+    assert "pip install" in text
+    assert not instances.is_loaded(ONE, 0)
+
+
+# A disk cache that cannot be used (case 21)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        IsADirectoryError(errno.EISDIR, "Is a directory", "/cache/entry.cubin"),
+        PermissionError(errno.EACCES, "Permission denied", "/cache/tmp1"),
+        OSError(errno.EROFS, "Read-only file system"),
+    ],
+    ids=lambda error: errno.errorcode[error.errno],
+)
+def test_case21_unusable_cache_warns_once_and_compiles_in_memory(
+    error: OSError, gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "kernels"))
+
+    def fail_on_disk(_: str) -> None:
+        if "CUPY_CACHE_IN_MEMORY" not in os.environ:
+            raise error
+
+    gpu.on_compile = fail_on_disk
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        instances.load(ONE, 0)
+    (warning,) = caught
+    assert warning.category is RuntimeWarning
+    text = str(warning.message)
+    assert str(tmp_path / "kernels") in text
+    assert error.strerror in text
+    assert "CUPY_CACHE_DIR" in text
+    assert gpu.in_memory == [None, "1"]
+    assert "CUPY_CACHE_IN_MEMORY" not in os.environ
+    assert instances.is_loaded(ONE, 0)
+
+
+def test_case21_the_callers_in_memory_setting_stays(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "0")
+
+    def fail_on_disk(_: str) -> None:
+        if os.environ["CUPY_CACHE_IN_MEMORY"] == "0":
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    gpu.on_compile = fail_on_disk
+    with pytest.warns(RuntimeWarning, match="kernel cache"):
+        instances.load(ONE, 0)
+    assert os.environ["CUPY_CACHE_IN_MEMORY"] == "0"
+
+
+def test_case21_an_error_in_memory_too_is_not_hidden(gpu: FakeGpu) -> None:
+    def fail(code: str) -> None:
+        if os.environ.get("CUPY_CACHE_IN_MEMORY"):
+            refuse(code)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    gpu.on_compile = fail
+    with pytest.warns(RuntimeWarning), pytest.raises(k3cupy.CompileError):
+        instances.load(ONE, 0)
+    assert "CUPY_CACHE_IN_MEMORY" not in os.environ
+    assert not instances.is_loaded(ONE, 0)
+
+
+# What is missing
+
+
+@pytest.fixture
+def fresh_toolchain() -> Iterator[None]:
+    """What toolchain found before is forgotten, before the test and after it."""
+
+    def forget() -> None:
+        for question in ("cupy", "cuda_core", "include_directory", "header_version"):
+            getattr(toolchain, question).cache_clear()
+
+    forget()
+    yield
+    forget()
+
+
+@pytest.mark.parametrize(
+    ("module", "ask", "name"),
+    [("cupy", toolchain.cupy, "CuPy"), ("cuda.core", toolchain.cuda_core, "cuda-core")],
+)
+def test_a_missing_package_is_named_with_its_pip_line(
+    module: str, ask: Any, name: str, fresh_toolchain: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, module, None)
+    with pytest.raises(k3cupy.ToolchainError) as caught:
+        ask()
+    assert str(caught.value).startswith(f"{name} does not import (")
+    assert 'pip install "k3cupy[cu12]"' in str(caught.value)
+    assert 'pip install "k3cupy[cu13]"' in str(caught.value)
+
+
+def no_wheel_with_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    pathfinder = pytest.importorskip("cuda.pathfinder")
+    monkeypatch.setattr(pathfinder, "find_nvidia_header_directory", lambda _: None)
+    for variable in ("CUDA_PATH", "CUDA_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+def test_case24_no_headers(fresh_toolchain: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_wheel_with_headers(monkeypatch)
+    with pytest.raises(k3cupy.ToolchainError) as caught:
+        toolchain.include_directory()
+    assert "cuda_bf16.h" in str(caught.value)
+    assert 'pip install "cuda-toolkit[cudart]==12.*"' in str(caught.value)
+
+
+@pytest.mark.parametrize("variable", ["CUDA_PATH", "CUDA_HOME"])
+def test_headers_of_a_cuda_installation(
+    variable: str, fresh_toolchain: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_wheel_with_headers(monkeypatch)
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include/cuda_bf16.h").touch()
+    write(tmp_path / "include/cuda_runtime_api.h", "#define CUDART_VERSION  12060\n")
+    monkeypatch.setenv(variable, str(tmp_path))
+    assert toolchain.include_directory() == str(tmp_path / "include")
+    assert toolchain.header_version() == (12, 6)
+    assert toolchain.options(Path("/src")) == (
+        "--std=c++17",
+        "-I/src",
+        f"-I{tmp_path / 'include'}",
+    )
+
+
+def _imports_without_a_cache_directory(cache: str, home: str) -> None:
+    os.environ.pop("CUPY_CACHE_DIR", None)
+    os.environ.pop("HOME", None)
+    if cache:
+        os.environ["CUPY_CACHE_DIR"] = cache
+    if home:
+        os.environ["HOME"] = home
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cupy = toolchain.cupy()
+    ours = [w for w in caught if "kernel cache" in str(w.message)]
+    print(len(ours), cupy.__name__, toolchain.cache_directory().is_dir(), sep="\n")
+    for warning in ours:
+        assert warning.category is RuntimeWarning
+        assert (cache or "~/.cupy/kernel_cache") in str(warning.message)
+        assert "Set CUPY_CACHE_DIR" in str(warning.message)
+
+
+@pytest.mark.parametrize(
+    ("cache", "home", "warned"),
+    [("/dev/null/kernels", "", 1), ("", "/dev/null", 1), ("", "", None)],
+    ids=["CUPY_CACHE_DIR below a file", "HOME is a file", "HOME unset"],
+)
+def test_case21_cupy_imports_where_no_cache_can_be_made(
+    cache: str, home: str, warned: int | None
+) -> None:
+    """Without HOME the user database names the home, which may exist or not: both must work."""
+    pytest.importorskip("cupy")
+    lines = run_child(_imports_without_a_cache_directory, cache, home).splitlines()
+    assert lines[1:] == ["cupy", "True"]
+    assert warned is None or lines[0] == str(warned)
+
+
+# Arguments of warmup
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"op": "prefill"}, "op: expected 'mla_decode', got 'prefill'"),
+        ({"dtype": "float32"}, "dtype: expected 'bfloat16' or 'float16', got 'float32'"),
+        ({"dtype": ["bfloat16", "half"]}, "dtype: expected .*, got 'half'"),
+        ({"kv_cache": "fp4"}, "kv_cache: expected 'bf16' or .*, got 'fp4'"),
+        ({"kv_cache": "fp8_ds_mla", "query_fp8": True}, "query_fp8: expected False"),
+        ({"split": 2}, "split: expected .*, got 2"),
+        ({"split": k3cupy.MlaDecodeConfig(2, 100, 1)}, "split: expected .*, got MlaDecodeConfig"),
+    ],
+    ids=str,
+)
+def test_warmup_arguments(arguments: dict[str, Any], text: str, gpu: FakeGpu) -> None:
+    with pytest.raises(ValueError, match=f"^{text}"):
+        k3cupy.warmup(**arguments, progress=False)
+    assert gpu.compiled == []
+
+
+def test_warmup_compiles_what_a_call_may_choose(gpu: FakeGpu) -> None:
+    """By default the query is fp8 where the cache is, as in serving."""
+    warmup = importlib.import_module("k3cupy.ops.warmup")
+    configs = warmup.dispatched_configs
+    count = k3cupy.warmup(kv_cache=["bf16", "fp8"], rope=[False, True], progress=False)
+    expected = {
+        config.name_expression(MlaDecodeVariant("bfloat16", fp8, cache, rope))
+        for fp8, cache, kind in ((False, "same", "16bit+same"), (True, "fp8", "fp8+fp8"))
+        for config in configs(kind)
+        for rope in (False, True)
+    }
+    assert count == len(expected)
+    assert set(gpu.compiled) == expected
+    assert len(gpu.compiled) == len(expected)
+    assert k3cupy.warmup(kv_cache="bf16", vector=False, progress=False) == 1
+    assert gpu.compiled[-1] == DEFAULTS[0].name_expression(
+        MlaDecodeVariant("bfloat16", vector=False)
+    )
+
+
+def test_warmup_shows_its_progress(gpu: FakeGpu, capsys: pytest.CaptureFixture[str]) -> None:
+    assert k3cupy.warmup(kv_cache="bf16", split=3) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "compiling kernels" in captured.err
+    assert "1/1" in captured.err

@@ -1,0 +1,343 @@
+"""For the tests of the runtime layer: instances, machine code, edited sources, a fake CuPy."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from k3cupy.ops.mla_decode_config import (
+    DEFAULTS,
+    MlaDecodeConfig,
+    MlaDecodeVariant,
+    dispatched_configs,
+)
+from k3cupy.runtime import instances, sources, toolchain
+
+# --- The instances that a call can reach ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """One instance that a shipped table or `split=` can choose."""
+
+    variant: MlaDecodeVariant
+    config: MlaDecodeConfig
+
+    @property
+    def name(self) -> str:
+        return self.config.name_expression(self.variant)
+
+
+def variants() -> list[MlaDecodeVariant]:
+    """Every combination of flags that the kernel exists for."""
+    flags = (False, True)
+    found = itertools.starmap(
+        MlaDecodeVariant,
+        itertools.product(
+            ("bfloat16", "float16"), flags, ("same", "fp8", "ds_mla"), flags, flags, flags
+        ),
+    )
+    return [variant for variant in found if variant.is_valid()]
+
+
+def shipped_instances() -> list[Shipped]:
+    """Every variant with every configuration that a call may get without naming a whole one."""
+    found = []
+    for variant in variants():
+        tuned = dispatched_configs(variant.kind) if variant.vector else ()
+        found += [Shipped(variant, c) for c in dict.fromkeys((*DEFAULTS.values(), *tuned))]
+    return found
+
+
+# --- Reading machine code ------------------------------------------------------------------------
+
+
+def _find_tool(name: str) -> Path | None:
+    """A binary of NVIDIA's wheels, or one on the PATH."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        for file in importlib.metadata.files(f"nvidia-cuda-{name}") or ():
+            if file.stem == name and "bin" in file.parts:
+                path = Path(str(file.locate()))
+                if os.access(path, os.X_OK):
+                    return path
+    found = shutil.which(name)
+    return Path(found) if found else None
+
+
+CUOBJDUMP = _find_tool("cuobjdump")
+NVDISASM = _find_tool("nvdisasm")
+HAS_DISASSEMBLER = CUOBJDUMP is not None and NVDISASM is not None
+NO_DISASSEMBLER = "pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm, which are not here"
+needs_disassembler = pytest.mark.skipif(not HAS_DISASSEMBLER, reason=NO_DISASSEMBLER)
+
+
+def _cuobjdump(option: str, code: bytes) -> str:
+    assert CUOBJDUMP is not None
+    assert NVDISASM is not None
+    folders = [str(NVDISASM.parent), os.environ.get("PATH", "")]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernels.cubin")
+        path.write_bytes(code)
+        done = subprocess.run(
+            [str(CUOBJDUMP), option, str(path)],
+            env={**os.environ, "PATH": os.pathsep.join(folders)},
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a kernel takes: registers a thread, and bytes of the rest."""
+
+    registers: int
+    stack: int
+    shared: int
+    local: int
+
+
+def resources_of(code: bytes) -> dict[str, Resources]:
+    """Resources of every kernel of a binary, by symbol."""
+    pattern = r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)"
+    return {
+        symbol: Resources(*map(int, numbers))
+        for symbol, *numbers in re.findall(pattern, _cuobjdump("-res-usage", code))
+    }
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """A line of SASS, for example `/*0d40*/ @P1 STG.E.128 [R2.64], R8 ;`."""
+
+    address: int
+    predicate: str
+    opcode: str
+    operands: str
+
+    @property
+    def base(self) -> str:
+        return self.opcode.partition(".")[0]
+
+    @property
+    def is_store(self) -> bool:
+        return self.base in ("STG", "ST", "RED", "REDG", "ATOM", "ATOMG", "STAS", "UBLKCP")
+
+    @property
+    def is_load(self) -> bool:
+        return self.base in ("LDG", "LD", "LDGSTS", "ATOM", "ATOMG")
+
+    @property
+    def is_local(self) -> bool:
+        return self.base in ("LDL", "STL")
+
+    @property
+    def is_wait(self) -> bool:
+        """`griddepcontrol.wait`"""
+        return self.base == "ACQBULK"
+
+    @property
+    def is_release(self) -> bool:
+        """`griddepcontrol.launch_dependents`"""
+        return self.base == "PREEXIT"
+
+    def __str__(self) -> str:
+        return f"{self.address:#x}: {self.predicate} {self.opcode} {self.operands}"
+
+
+_LINE = re.compile(
+    r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P[0-9T]+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;", re.MULTILINE
+)
+
+
+def sass_of(code: bytes) -> dict[str, list[Instruction]]:
+    """The instructions of every kernel of a binary, by symbol."""
+    parts = re.split(r"^\s*Function : (\S+)$", _cuobjdump("-sass", code), flags=re.MULTILINE)
+    return {
+        symbol: [Instruction(int(a, 16), p, o, rest) for a, p, o, rest in _LINE.findall(text)]
+        for symbol, text in zip(parts[1::2], parts[2::2], strict=True)
+    }
+
+
+def reached(
+    program: Sequence[Instruction],
+    start: Iterable[int],
+    stop: Callable[[Instruction], bool] = lambda _: False,
+) -> list[Instruction]:
+    """The instructions that can run after control comes to one of `start`, in program order.
+
+    Paths end behind an instruction for which `stop` is true. Where a jump depends on run-time
+    values every way is followed, so that the answer is rather too large than too small.
+    """
+    index_of = {instruction.address: i for i, instruction in enumerate(program)}
+
+    def target(instruction: Instruction) -> int | None:
+        named = re.search(r"(?:^|[\s,(`])0x([0-9a-f]+)\)?$", instruction.operands)
+        return index_of.get(int(named[1], 16)) if named else None
+
+    meeting_points = [target(i) for i in program if i.base == "BSSY"]
+    seen: set[int] = set()
+    pending = list(start)
+    while pending:
+        at = pending.pop()
+        if at in seen or at >= len(program):
+            continue
+        seen.add(at)
+        here = program[at]
+        if stop(here):
+            continue
+        always = not here.predicate
+        if not (always and (here.base in ("EXIT", "RET") or here.opcode == "BRA")):
+            pending.append(at + 1)
+        if here.base in ("BRA", "WARPSYNC", "CALL", "JMP"):
+            pending += [i for i in [target(here)] if i is not None]
+        if here.base == "BSYNC":
+            pending += [i for i in meeting_points if i is not None]
+    return [program[i] for i in sorted(seen)]
+
+
+def order_problems(
+    program: Sequence[Instruction], *, has_pdl: bool, may_skip_the_wait: bool
+) -> list[str]:
+    """What is wrong with a kernel's order between its predecessor and its consumer."""
+    problems = []
+    waits = [i for i in program if i.is_wait]
+    releases = [n for n, i in enumerate(program) if i.is_release]
+    if has_pdl and not waits:
+        problems.append("no dependency wait")
+    if not has_pdl and (waits or releases):
+        problems.append("instructions for PDL on a GPU that has none")
+    if has_pdl and not may_skip_the_wait:
+        early = reached(program, [0], lambda i: i.is_wait)
+        problems += [f"before the wait: {i}" for i in early if i.is_load or i.is_store]
+    late = reached(program, [n + 1 for n in releases])
+    problems += [f"a store after the release of the consumer: {i}" for i in late if i.is_store]
+    return problems
+
+
+# --- Edited sources ------------------------------------------------------------------------------
+
+
+def copy_of_sources(folder: Path) -> Path:
+    """A writable copy of the shipped `cuda_src`."""
+    return Path(shutil.copytree(sources.shipped(), folder / "cuda_src"))
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    """Replace text that must be there, and make sure that the file's time moves on."""
+    before = path.read_text(encoding="utf-8")
+    assert old in before, f"{old!r} is not in {path.name}: this test needs another edit"
+    write(path, before.replace(old, new))
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file whose modification time differs from the one before, on any file system."""
+    before = path.stat().st_mtime_ns if path.exists() else 0
+    path.write_text(text, encoding="utf-8")
+    if path.stat().st_mtime_ns == before:
+        os.utime(path, ns=(before, before + 1_000_000))
+
+
+# --- A CuPy and a cuda-core without a GPU --------------------------------------------------------
+
+
+class FakeCompileError(Exception):
+    """Stands for cupy.cuda.compiler.CompileException."""
+
+
+class FakeDriverError(RuntimeError):
+    """Stands for cupy.cuda.driver.CUDADriverError."""
+
+
+class FakeRuntimeError(RuntimeError):
+    """Stands for cupy.cuda.runtime.CUDARuntimeError."""
+
+
+@dataclass
+class FakeGpu:
+    """The parts of CuPy and cuda-core that `runtime.instances` uses, with a scripted compiler.
+
+    `on_compile` gets the source text and decides: it returns, or raises what CuPy would raise.
+    """
+
+    on_compile: Callable[[str], None] = lambda _: None
+    nvrtc: tuple[int, int] = (12, 9)
+    driver: int = 12090
+    compiled: list[str] = field(default_factory=list)
+    in_memory: list[str | None] = field(default_factory=list)
+    current_device: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def cupy(self) -> Any:
+        def set_device(index: int) -> None:
+            self.current_device = index
+
+        return SimpleNamespace(
+            RawModule=self.raw_module,
+            cuda=SimpleNamespace(
+                compiler=SimpleNamespace(CompileException=FakeCompileError),
+                driver=SimpleNamespace(CUDADriverError=FakeDriverError),
+                nvrtc=SimpleNamespace(getVersion=lambda: self.nvrtc),
+                runtime=SimpleNamespace(
+                    CUDARuntimeError=FakeRuntimeError,
+                    getDevice=lambda: self.current_device,
+                    setDevice=set_device,
+                    getDeviceCount=lambda: 1,
+                    driverGetVersion=lambda: self.driver,
+                ),
+            ),
+        )
+
+    def raw_module(
+        self, *, code: str, options: tuple[str, ...], name_expressions: tuple[str, ...]
+    ) -> Any:
+        """As CuPy's: building the object does nothing, asking it for a function compiles."""
+        assert len(name_expressions) == 1, "one instance a module"
+        assert "--std=c++17" in options
+
+        def get_function(name: str) -> Any:
+            assert (name,) == name_expressions
+            with self.lock:
+                self.compiled.append(name)
+                self.in_memory.append(os.environ.get("CUPY_CACHE_IN_MEMORY"))
+            self.on_compile(code)
+            return SimpleNamespace(
+                num_regs=32, local_size_bytes=0, kernel=SimpleNamespace(ptr=len(self.compiled))
+            )
+
+        return SimpleNamespace(get_function=get_function)
+
+    def cuda_core(self) -> Any:
+        return SimpleNamespace(
+            Kernel=SimpleNamespace(from_handle=lambda ptr: SimpleNamespace(handle=ptr))
+        )
+
+
+@contextlib.contextmanager
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    """Put a fake in the place of CuPy and cuda-core, and forget what it "compiled" at the end."""
+    fake = FakeGpu()
+    with monkeypatch.context() as patch:
+        patch.setattr(toolchain, "cupy", fake.cupy)
+        patch.setattr(toolchain, "cuda_core", fake.cuda_core)
+        patch.setattr(toolchain, "include_directory", lambda: "/headers")
+        patch.setattr(toolchain, "header_version", lambda: (12, 9))
+        patch.setattr(instances, "_loaded", {})
+        yield fake
