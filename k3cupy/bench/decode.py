@@ -8,17 +8,19 @@ epilogue adds: the chain's time less that of the same chain without it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 import k3cupy
 from k3cupy.bench import environment, graphs
 from k3cupy.constants import DS_MLA_ROW_BYTES, KV_LORA_RANK, LATENT_DIM, QK_ROPE_HEAD_DIM
-from k3cupy.ops.mla_decode_config import CANDIDATES, DEFAULTS, MlaDecodeConfig, MlaDecodeVariant
+from k3cupy.ops.mla_decode_config import CANDIDATES, MlaDecodeConfig, MlaDecodeVariant
 from k3cupy.runtime import devices, instances, launch
 from k3cupy.runtime.instances import Instance
 
@@ -33,7 +35,8 @@ _BLOCK_SIZE = 64
 _NUM_BLOCKS = 64
 _NOPE_HEAD_DIM = 128
 _QKV_A_WIDTH = 2112
-_CONSUMER_THREADS = 256
+_THREADS = 256
+_PUBLIC_SPLITS = (1, 3)
 
 
 @dataclass
@@ -49,6 +52,8 @@ class Entry:
         chain_us: the chain without the epilogue; 0 alone.
         empty_us: an empty kernel in the epilogue's place.
         torch_us: the unfused PyTorch operations in its place.
+        public_us: a kernel in the public structure (``bench_public_structure.cu``) with one and with
+            three warps a row; empty for a ds_mla cache, which it does not have.
         dispatched: the configuration that a call would choose.
         candidates: time of every configuration.
     """
@@ -61,6 +66,7 @@ class Entry:
     chain_us: float
     empty_us: float
     torch_us: float
+    public_us: dict[str, float]
     dispatched: dict[str, int]
     candidates: list[dict[str, Any]] = field(default_factory=list)
 
@@ -154,15 +160,53 @@ class Problem:
             rows, row = rows[:, -2 * QK_ROPE_HEAD_DIM :], self.inputs["k_pe"].view(torch.uint8)
         rows.index_copy_(0, self.inputs["slot_mapping"], row)
 
-    def check(self, config: MlaDecodeConfig) -> None:
-        """Compare a configuration, bit by bit, with the CPU reference on the same tensors.
+    def public_structure(self, split: int, *, pdl: bool) -> Callable[[], None]:
+        """Return the launch of the comparison kernel with ``split`` warps a row."""
+        device = torch.cuda.current_device()
+        flags = ", ".join(
+            "true" if flag else "false" for flag in (self.query_fp8, self.cache == "fp8")
+        )
+        name = f"k3cupy::public_structure<__nv_bfloat16, {flags}, {split}>"
+        kernel = instances.load(Instance("bench_public_structure.cu", name), device)
+        tokens, heads, _ = self.out.shape
+        warps = tokens * (heads + 1) * split
+        queue = launch.make_launcher(
+            device, kernel.kernel, grid=-(-warps // (_THREADS // 32)), block=_THREADS, pdl=pdl
+        )
+        i = self.inputs
+        size = self.kv_cache.element_size()
+        arguments = [
+            *(i["ql_nope"].data_ptr(), i["ql_nope"].stride(0), i["ql_nope"].stride(1)),
+            *(i["q_pe"].data_ptr(), i["q_pe"].stride(0), i["q_pe"].stride(1)),
+            *(i["kv_c_normed"].data_ptr(), i["kv_c_normed"].stride(0)),
+            *(i["k_pe"].data_ptr(), i["k_pe"].stride(0)),
+            *(self.out.data_ptr(), self.kv_cache.data_ptr()),
+            *(self.kv_cache.stride(0) * size, self.kv_cache.stride(1) * size),
+            i["slot_mapping"].data_ptr(),
+            *(
+                self.scales[name].data_ptr() if name in self.scales else 0
+                for name in ("q_scale_inv", "cache_scale_inv")
+            ),
+            *(np.int32(tokens), np.int32(heads), np.int32(_BLOCK_SIZE)),
+        ]
+        return lambda: queue(torch.cuda.current_stream().cuda_stream, arguments)
+
+    def check(self, what: str, body: Callable[[], None]) -> None:
+        """Compare what a body computes, bit by bit, with the CPU reference on the same tensors.
 
         Raises:
-            RuntimeError: one bit differs; such a configuration is not timed.
+            RuntimeError: one bit differs; such a body is not timed.
         """
         self.kv_cache.zero_()
         self.out.view(torch.uint8).fill_(0x55)
-        self.epilogue(config, pdl=True)
+        body()
+        out, cache = self._expected
+        for name, got, want in (("mqa_q", self.out, out), ("kv_cache", self.kv_cache, cache)):
+            if not torch.equal(got.cpu().view(torch.uint8), want.view(torch.uint8)):
+                raise RuntimeError(f"{what}: {name} differs from the reference, not timed")
+
+    @functools.cached_property
+    def _expected(self) -> tuple[torch.Tensor, torch.Tensor]:
         cache = torch.zeros(self.kv_cache.shape, dtype=self.kv_cache.dtype)
         out = torch.empty(self.out.shape, dtype=self.out.dtype)
         k3cupy.fused_mla_decode_q_concat_kv_cache_insert(
@@ -172,9 +216,7 @@ class Problem:
             ds_mla=self.cache == "ds_mla",
             out=out,
         )
-        for name, got, want in (("mqa_q", self.out, out), ("kv_cache", self.kv_cache, cache)):
-            if not torch.equal(got.cpu().view(torch.uint8), want.view(torch.uint8)):
-                raise RuntimeError(f"{config}: {name} differs from the reference, not timed")
+        return out, cache
 
 
 class Neighbours:
@@ -187,7 +229,7 @@ class Neighbours:
                 device,
                 kernel.kernel,
                 grid=devices.info(device).num_sms,
-                block=_CONSUMER_THREADS,
+                block=_THREADS,
                 pdl=pdl,
             )
 
@@ -221,8 +263,17 @@ def run_entry(
     """
     problem = Problem(kind, tokens, heads)
     neighbours = Neighbours(torch.cuda.current_device(), pdl=pdl)
+
+    def run(config: MlaDecodeConfig) -> Callable[[], None]:
+        return lambda: problem.epilogue(config, pdl=pdl)
+
+    public = {}
+    if problem.cache != "ds_mla":
+        public = {split: problem.public_structure(split, pdl=pdl) for split in _PUBLIC_SPLITS}
+    for split, body in public.items():
+        problem.check(f"public structure, split {split}", body)
     for config in candidates:
-        problem.check(config)
+        problem.check(str(config), run(config))
 
     def chain(middle: Callable[[], None] | None) -> Callable[[], None]:
         def body() -> None:
@@ -235,10 +286,7 @@ def run_entry(
 
         return body
 
-    def run(config: MlaDecodeConfig) -> Callable[[], None]:
-        return lambda: problem.epilogue(config, pdl=pdl)
-
-    middles = [neighbours.empty, problem.unfused, *map(run, candidates)]
+    middles = [neighbours.empty, problem.unfused, *public.values(), *map(run, candidates)]
     bodies = [chain(middle) for middle in middles]
     if scenario == "chain":
         bodies.insert(0, chain(None))
@@ -254,10 +302,11 @@ def run_entry(
         chain_us=round(base, 4),
         empty_us=added[0],
         torch_us=added[1],
+        public_us={str(split): time for split, time in zip(public, added[2:], strict=False)},
         dispatched=asdict(problem.dispatched()),
         candidates=[
             {**asdict(config), "us": time}
-            for config, time in zip(candidates, added[2:], strict=True)
+            for config, time in zip(candidates, added[2 + len(public) :], strict=True)
         ],
     )
 
@@ -299,7 +348,6 @@ def as_document(entries: Sequence[Entry], commit: str | None = None) -> dict[str
             "launches_a_graph": LAUNCHES,
             "statistic": "median of 3 rounds of 9 replays, microseconds a launch",
             "chain": "time added to torch.bmm -> consumer; strides of the model",
-            "public_structure": [asdict(DEFAULTS[1]), asdict(DEFAULTS[3])],
         },
         "entries": [asdict(entry) for entry in entries],
     }
