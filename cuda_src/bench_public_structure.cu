@@ -1,8 +1,7 @@
 // What our kernel is compared with: a kernel of ours in the structure of the public decode epilogue
 // (vLLM's, whose facts these are; no line of it): blocks of 256 threads, kSplit warps a row, the heads
 // of a token and then its cache row, slot and scales read before the dependency wait, cache warps that
-// skip the wait, one chunk loaded, converted and stored after the other, and the completion trigger
-// behind the block's last store. No RoPE, aligned rows, 64-bit slots: only for the benchmark.
+// skip the wait, and the completion trigger behind the block's last store. No RoPE, aligned rows, 64-bit slots: only for the benchmark.
 
 #include "common/chunk.cuh"
 #include "common/fp8.cuh"
@@ -11,11 +10,15 @@
 
 namespace k3cupy {
 
-template <typename T, bool kFp8>
+// Unrolled, with restricted pointers, so that the compiler may put all loads before the first store.
+template <typename T, bool kFp8, int kSplit>
 __device__ __forceinline__ void copy_row(char* __restrict__ target, const T* __restrict__ nope,
-                                         const T* __restrict__ rope, int first, int step,
-                                         float scale_inv) {
-  for (int c = first; c < kRowChunks; c += step) {
+                                         const T* __restrict__ rope, int first, float scale_inv) {
+  constexpr int kStep = kSplit * 32;
+#pragma unroll
+  for (int i = 0; i < (kRowChunks + kStep - 1) / kStep; ++i) {
+    const int c = first + i * kStep;
+    if (c >= kRowChunks) break;
     const T* source =
         c < kNopeChunks ? nope + c * kChunkElements : rope + (c - kNopeChunks) * kChunkElements;
     const Chunk chunk = *reinterpret_cast<const Chunk*>(source);
@@ -42,7 +45,6 @@ __global__ void public_structure(
   const int token = row / rows_per_token;
   const int head = row % rows_per_token;
   const int first = (warp % kSplit) * 32 + threadIdx.x % 32;
-  constexpr int kStep = kSplit * 32;
   if (token < num_tokens) {
     if (head < num_heads) {
       const float scale_inv = kQueryFp8 ? *q_scale_inv : 1.0f;
@@ -57,8 +59,9 @@ __global__ void public_structure(
       if (slot >= 0) {
         char* target = kv_cache + (slot / block_size) * cache_block_stride +
                        (slot % block_size) * cache_token_stride;
-        copy_row<T, kCacheFp8>(target, kv_c + token * kv_c_stride, k_pe + token * k_pe_stride,
-                               first, kStep, kCacheFp8 ? *cache_scale_inv : 1.0f);
+        copy_row<T, kCacheFp8, kSplit>(target, kv_c + token * kv_c_stride,
+                                       k_pe + token * k_pe_stride, first,
+                                       kCacheFp8 ? *cache_scale_inv : 1.0f);
       }
     }
   }

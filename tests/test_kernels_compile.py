@@ -40,8 +40,8 @@ the element-wise kernels hold twice as many pieces and are no fast path."""
 GROUP = 40
 """Instances of one program: starting the compiler and reading the headers is paid once."""
 
-FULL_PRODUCT = 320
-"""Instances that two cores compile for all architectures in under two minutes. When the tables name
+FULL_PRODUCT = 400
+"""Instances that two cores compile for all architectures in about two minutes. When the tables name
 more, sm_90 still gets all of them and the others a share that moves on every day."""
 
 SHIPPED = shipped_instances()
@@ -105,13 +105,16 @@ def test_every_instance(arch: str, group: int) -> None:
     assert len(set(cubin.symbols.values())) == len(wanted)
     if not HAS_DISASSEMBLER:
         pytest.skip(f"compiled but not inspected: {NO_DISASSEMBLER}")
-    resources, programs = resources_of(cubin.code), sass_of(cubin.code)
-    assert set(resources) == set(programs) == set(cubin.symbols.values())
+    resources = resources_of(cubin.code)
+    assert set(resources) == set(cubin.symbols.values())
+    # Reading every instruction takes as long as compiling: sm_90 stands for those that have PDL.
+    programs = sass_of(cubin.code) if arch == "sm_90" or group == 0 else {}
     problems = []
     for instance in wanted:
         symbol = cubin.symbols[instance.name]
         found = resource_problems(instance, resources[symbol])
-        found += code_problems(instance, programs[symbol], arch)
+        if programs:
+            found += code_problems(instance, programs[symbol], arch)
         problems += [f"{instance.name}: {problem}" for problem in found]
     assert not problems, f"{arch}:\n" + "\n".join(problems)
 

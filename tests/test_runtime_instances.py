@@ -1,4 +1,7 @@
-"""Compiling, loading and caching of instances: with a scripted compiler here, and on a real GPU."""
+"""Compiling and loading of instances, with a scripted compiler in the place of CuPy's.
+
+The same on a real GPU is in test_runtime_instances_gpu.py.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import errno
 import importlib
 import os
 import re
+import sys
 import threading
 import time
 import warnings
@@ -15,13 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import make_call, run_child, run_program
+from helpers import run_child
 from toolchain_helpers import (
     FakeCompileError,
     FakeDriverError,
     FakeGpu,
     copy_of_sources,
-    edit,
     fake_gpu,
     write,
 )
@@ -35,11 +38,10 @@ ONE = INSTANCES[0]
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.delenv("K3CUPY_SOURCE_DIR", raising=False)
     monkeypatch.delenv("CUPY_CACHE_IN_MEMORY", raising=False)
-    with fake_gpu(monkeypatch) as fake:
-        yield fake
+    return fake_gpu(monkeypatch)
 
 
 def refuse(_: str) -> None:
@@ -197,7 +199,7 @@ def test_case24_releases_that_differ_are_named(
     assert "the releases differ" in text
     assert "install matching" in text
     monkeypatch.setattr(toolchain, "header_version", lambda: (12, 2))
-    with pytest.raises(k3cupy.CompileError, match="NVRTC 12.2 with CUDA 12.2") as caught:
+    with pytest.raises(k3cupy.CompileError, match=r"NVRTC 12\.2 with CUDA 12\.2") as caught:
         instances.load(ONE, 0)
     assert "differ" not in str(caught.value)
 
@@ -304,7 +306,7 @@ def fresh_toolchain() -> Iterator[None]:
 def test_a_missing_package_is_named_with_its_pip_line(
     module: str, ask: Any, name: str, fresh_toolchain: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, module, None)
+    monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(k3cupy.ToolchainError) as caught:
         ask()
     assert str(caught.value).startswith(f"{name} does not import (")
@@ -389,6 +391,8 @@ def test_case21_cupy_imports_where_no_cache_can_be_made(
         ({"dtype": ["bfloat16", "half"]}, "dtype: expected .*, got 'half'"),
         ({"kv_cache": "fp4"}, "kv_cache: expected 'bf16' or .*, got 'fp4'"),
         ({"kv_cache": "fp8_ds_mla", "query_fp8": True}, "query_fp8: expected False"),
+        ({"split": [1]}, r"split: expected .*, got \[1\]"),
+        ({"device": 7}, "device: expected .*, got 7"),
         ({"split": 2}, "split: expected .*, got 2"),
         ({"split": k3cupy.MlaDecodeConfig(2, 100, 1)}, "split: expected .*, got MlaDecodeConfig"),
     ],

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -330,14 +330,12 @@ class FakeGpu:
         )
 
 
-@contextlib.contextmanager
-def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    """Put a fake in the place of CuPy and cuda-core, and forget what it "compiled" at the end."""
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    """Put a fake in the place of CuPy and cuda-core; nothing that it "compiled" is kept."""
     fake = FakeGpu()
-    with monkeypatch.context() as patch:
-        patch.setattr(toolchain, "cupy", fake.cupy)
-        patch.setattr(toolchain, "cuda_core", fake.cuda_core)
-        patch.setattr(toolchain, "include_directory", lambda: "/headers")
-        patch.setattr(toolchain, "header_version", lambda: (12, 9))
-        patch.setattr(instances, "_loaded", {})
-        yield fake
+    monkeypatch.setattr(toolchain, "cupy", fake.cupy)
+    monkeypatch.setattr(toolchain, "cuda_core", fake.cuda_core)
+    monkeypatch.setattr(toolchain, "include_directory", lambda: "/headers")
+    monkeypatch.setattr(toolchain, "header_version", lambda: (12, 9))
+    monkeypatch.setattr(instances, "_loaded", {})
+    return fake

@@ -61,15 +61,18 @@ def decode_command(
 
 
 @bench.command("apply")
-@click.argument("result", type=click.Path(exists=True, path_type=Path))
+@click.argument("results", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
 @click.option("--table", type=click.Path(path_type=Path), help="Write the shipped table there.")
 @click.option("--page", type=click.Path(exists=True, path_type=Path), help="Renew a docs page.")
-def apply_command(result: Path, table: Path | None, page: Path | None) -> None:
-    """Make the shipped table and the docs' figures from a result file."""
+def apply_command(results: tuple[Path, ...], table: Path | None, page: Path | None) -> None:
+    """Make the shipped table, or the docs' figures, from result files.
+
+    Of several runs the table takes the mean, the page the last.
+    """
     from k3cupy.bench import report
 
-    document = json.loads(result.read_text(encoding="utf-8"))
+    documents = [json.loads(result.read_text(encoding="utf-8")) for result in results]
     if table is not None:
-        report.write_json(table, report.shipped_table(document))
+        report.write_json(table, report.shipped_table(report.averaged(documents)))
     if page is not None:
-        report.insert_markdown(page, report.markdown(document))
+        report.insert_markdown(page, report.markdown(documents[-1]))

@@ -52,8 +52,8 @@ class Entry:
         chain_us: the chain without the epilogue; 0 alone.
         empty_us: an empty kernel in the epilogue's place.
         torch_us: the unfused PyTorch operations in its place.
-        public_us: a kernel in the public structure (``bench_public_structure.cu``) with one and with
-            three warps a row; empty for a ds_mla cache, which it does not have.
+        public_us: a kernel in the public structure (``bench_public_structure.cu``) with one and
+            with three warps a row; empty for a ds_mla cache, which it does not have.
         dispatched: the configuration that a call would choose.
         candidates: time of every configuration.
     """

@@ -12,7 +12,8 @@ from k3cupy.ops.mla_decode_config import (
     MlaDecodeVariant,
     dispatched_configs,
 )
-from k3cupy.runtime import instances, toolchain
+from k3cupy.ops.mla_decode_validate import check_split
+from k3cupy.runtime import devices, instances, toolchain
 from k3cupy.runtime.instances import Instance
 
 _CACHES = {"bf16": "same", "fp16": "same", "same": "same", "fp8": "fp8", "fp8_ds_mla": "ds_mla"}
@@ -63,12 +64,16 @@ def warmup(
     """
     if op not in _OPS:
         checks.reject("op", " or ".join(map(repr, _OPS)), repr(op))
+    check_split(split)
     chosen = tuple(
         config.instance(variant)
         for variant in _variants(dtype, kv_cache, query_fp8, rope, kv_inputs_ready, vector)
         for config in _configs(variant, split)
     )
+    count = devices.count()
     ordinal = toolchain.cupy().cuda.runtime.getDevice() if device is None else device
+    if not 0 <= ordinal < count:
+        checks.reject("device", f"a GPU ordinal below {count}", repr(device))
     if not progress:
         return instances.load_all(chosen, ordinal, max_workers=max_workers)
     return _load_with_bar(chosen, ordinal, max_workers)
@@ -116,8 +121,6 @@ def _configs(
     if isinstance(split, MlaDecodeConfig):
         return [split]
     if split is not None:
-        if split not in DEFAULTS:
-            checks.reject("split", "None, 0, 1, 3 or an MlaDecodeConfig", repr(split))
         return [DEFAULTS[split]]
     return dispatched_configs(variant.kind) if variant.vector else [DEFAULTS[0]]
 

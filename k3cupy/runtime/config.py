@@ -57,31 +57,24 @@ def show_config(file: IO[str] | None = None) -> None:
     Args:
         file: where to print; standard output by default.
     """
-    from rich.console import Console
-    from rich.table import Table
-
     info = config_info()
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_row("CUDA tensors run", f"{info['backend']}: {info['why']}")
-    table.add_row("CPU tensors run", "reference: NumPy, same functions and errors")
-    for name in ("gpus", "driver", "nvrtc", "headers", "cache", "sources", "python", "platform"):
-        value = info[name]
-        table.add_row(name, "\n".join(value) if isinstance(value, list) else str(value))
-    table.add_row("packages", "\n".join(f"{k} {v}" for k, v in info["packages"].items()))
-    Console(file=file or sys.stdout, soft_wrap=True).print(table)
+    rows: list[tuple[str, Any]] = [
+        ("CUDA tensors run", f"{info['backend']}: {info['why']}"),
+        ("CPU tensors run", "reference: NumPy, same functions and errors"),
+        *((name, info[name]) for name in info if name not in ("backend", "why", "packages")),
+        ("packages", [f"{name} {version}" for name, version in info["packages"].items()]),
+    ]
+    for name, value in rows:
+        lines = value if isinstance(value, list) else [value]
+        for label, line in zip([name, *[""] * len(lines)], lines or [""], strict=False):
+            print(f"{label:<18}{line}".rstrip(), file=file or sys.stdout)
 
 
 def _backend() -> tuple[str, str, list[str]]:
     try:
-        runtime = toolchain.cupy().cuda.runtime
-        count = runtime.getDeviceCount()
+        found = [devices.info(index) for index in range(devices.count())]
     except ToolchainError as error:
         return "nothing", str(error), []
-    except Exception as error:
-        return "nothing", f"the driver gives no GPU ({error})", []
-    found = [devices.info(index) for index in range(count)]
     names = [
         f"{i.index}: {i.name}, {i.arch}, {i.num_sms} SMs, PDL {'yes' if i.has_pdl else 'no'}"
         for i in found

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from k3cupy.runtime import toolchain
+from k3cupy.runtime.errors import ToolchainError
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,23 @@ class DeviceInfo:
     def has_pdl(self) -> bool:
         """Whether programmatic dependent launch exists (sm_90 and newer)."""
         return self.compute_capability >= (9, 0)
+
+
+def count() -> int:
+    """Return the number of GPUs.
+
+    Raises:
+        ToolchainError: CuPy is missing or the driver gives no GPU.
+    """
+    try:
+        number = int(toolchain.cupy().cuda.runtime.getDeviceCount())
+    except ToolchainError:
+        raise
+    except Exception as error:  # CuPy's own classes, which exist only once it is imported
+        raise ToolchainError(f"the driver gives no GPU ({error})") from error
+    if number == 0:
+        raise ToolchainError("the driver gives no GPU")
+    return number
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import re
 import threading
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from pathlib import Path
 from k3cupy.runtime import env
 from k3cupy.runtime.errors import ToolchainError
 
-_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 _override: ContextVar[str | None] = ContextVar("k3cupy_source_dir", default=None)
 
 
@@ -159,9 +160,12 @@ def _closure(folder: Path, name: str) -> dict[Path, str]:
             continue
         try:
             files[path] = path.read_text(encoding="utf-8")
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise ToolchainError(f"CUDA source {path} cannot be read ({error})") from error
         for included in _INCLUDE.findall(files[path]):
             beside = path.parent / included
-            pending.append((beside if beside.is_file() else folder / included).resolve())
+            found = beside if beside.is_file() else folder / included
+            pending.append(
+                Path(os.path.normpath(found))
+            )  # links stay links: a folder may hold some
     return files
