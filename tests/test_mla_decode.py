@@ -116,6 +116,24 @@ def test_more_than_65535_rows(device: str) -> None:
     run_and_check(make_call(700, 96, block_size=64, device=device))
 
 
+@pytest.mark.parametrize("ready", [False, True], ids=["safe", "kv_inputs_ready"])
+def test_more_tokens_than_one_launch_takes(device: str, ready: bool) -> None:
+    """Two launches, and a slot that tokens of both name: its row is the later token's."""
+    tokens, slots = 4500, torch.randperm(4600, generator=torch.Generator().manual_seed(1))
+    slots = slots[:4500].clone()
+    slots[[4200, 4499, 12]] = slots[[10, 4100, 11]]
+    call = make_call(tokens, 2, num_blocks=100, block_size=46, device=device, seed=3)
+    cache = torch.zeros(100, 46, 576, dtype=BF16, device=device)
+    mqa_q = call.run(kv_cache=cache, slot_mapping=slots.to(device), kv_inputs_ready=ready)
+    query = torch.cat([call.ql_nope, call.q_pe], -1)
+    assert torch.equal(mqa_q.view(torch.int16), query.view(torch.int16))
+    rows = torch.cat([call.kv_c_normed, call.k_pe], -1).view(torch.int16)
+    expected = torch.zeros(4600, 576, dtype=torch.int16, device=device)
+    for token in range(tokens):
+        expected[slots[token]] = rows[token]
+    assert torch.equal(cache.view(torch.int16).view(-1, 576), expected)
+
+
 # Slots
 
 

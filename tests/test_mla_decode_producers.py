@@ -21,6 +21,7 @@ from helpers import (
     poisoned_out,
     refused,
     run_and_check,
+    run_child,
 )
 
 TENSORS = ("ql_nope", "q_pe", "kv_c_normed", "k_pe", "kv_cache", "slot_mapping")
@@ -262,6 +263,36 @@ def test_jax_inputs(q_fp8: bool) -> None:
     out = poisoned_out(call)
     call.run(**arguments, out=out.tensor)
     call.check(before, out.tensor)
+
+
+def _jax_on_the_gpu() -> None:
+    """Run in a process of its own: JAX takes most of a GPU's memory unless told otherwise."""
+    import jax
+
+    for q_fp8 in (False, True):
+        call = make_call(9, 3, q_fp8=q_fp8, rope=True, device="cuda")
+        names = ("ql_nope", "q_pe", "kv_c_normed", "k_pe", "slot_mapping", "cos_sin_cache")
+        before = call.cache.snapshot()
+        arguments = {
+            # JAX imports what PyTorch shares; without 64-bit mode its integers are 32 bits wide.
+            name: jax.dlpack.from_dlpack(value.int() if name == "slot_mapping" else value)
+            for name, value in call.arguments().items()
+            if name in names
+        }
+        arguments = {name: array + 0 for name, array in arguments.items()}
+        mqa_q = call.run(**arguments)
+        assert isinstance(mqa_q, jax.Array), type(mqa_q)
+        assert mqa_q.dtype == (jax.numpy.float8_e4m3fn if q_fp8 else jax.numpy.bfloat16)
+        torch.cuda.synchronize()
+        call.check(before, torch_of(np.asarray(mqa_q), E4M3 if q_fp8 else BF16))
+        print(mqa_q.device.platform)
+
+
+@pytest.mark.gpu
+def test_jax_inputs_on_the_gpu() -> None:
+    pytest.importorskip("jax")
+    told = run_child(_jax_on_the_gpu, env={"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
+    assert told.split() == ["gpu", "gpu"]
 
 
 @pytest.mark.parametrize("name", ["kv_cache", "out"])

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from k3cupy.runtime import dlpack, tensors
+from k3cupy.runtime import dlpack, producers, tensors
 
 # --- Capsules made by hand, after the published dlpack.h -----------------------------------------
 
@@ -207,7 +207,7 @@ class Exporter:
 )
 def test_a_refused_export_names_the_argument(change: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=r"^k_pe: expected a tensor with an exportable layout, got"):
-        tensors.view(Exporter(Handmade(**change)), "k_pe")
+        producers.view(Exporter(Handmade(**change)), "k_pe")
 
 
 # --- Real producers ------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from k3cupy.ops.mla_decode_validate import (
     validate,
     views_of,
 )
-from k3cupy.runtime import sources, streams, tensors
+from k3cupy.runtime import producers, sources, streams
 
 
 def fused_mla_decode_q_concat_kv_cache_insert(
@@ -114,7 +114,7 @@ def fused_mla_decode_q_concat_kv_cache_insert(
         out,
     )
     if out is positions is cos_sin_cache is q_scale_inv is cache_scale_inv is None:
-        probed = tensors.probe_six_torch(ql_nope, q_pe, kv_c_normed, k_pe, kv_cache, slot_mapping)
+        probed = producers.probe_six_torch(ql_nope, q_pe, kv_c_normed, k_pe, kv_cache, slot_mapping)
     else:
         probed = None
     if split is not None:
@@ -128,7 +128,7 @@ def fused_mla_decode_q_concat_kv_cache_insert(
     else:
         try:
             handle = None if stream is None else streams.handle_of(stream)
-            addresses, signature, owners = tensors.probe_all(values, handle)
+            addresses, signature, owners = producers.probe_all(values, handle)
         except Exception:
             views_of(values)  # says in words what cannot be read
             raise

@@ -9,7 +9,7 @@ import ml_dtypes  # noqa: F401  registers bfloat16 and float8 with NumPy
 import numpy as np
 
 from k3cupy.constants import LATENT_DIM, QK_ROPE_HEAD_DIM
-from k3cupy.ops import checks, outputs
+from k3cupy.ops import checks, mla_decode_arguments, outputs
 from k3cupy.ops.decision import Decision
 from k3cupy.ops.mla_decode_config import (
     DEFAULTS,
@@ -27,7 +27,7 @@ from k3cupy.ops.mla_decode_validate import (
     views_of,
 )
 from k3cupy.reference.mla_decode import mla_decode_reference
-from k3cupy.runtime import devices, env, instances, launch, streams, tensors
+from k3cupy.runtime import devices, env, instances, launch, producers, streams, tensors
 from k3cupy.runtime.errors import CaptureError
 from k3cupy.runtime.tensors import TensorView
 
@@ -76,6 +76,8 @@ def decide(
         config, reason = choose(problem.variant, problem.num_tokens, problem.num_heads, device)
     if problem.slow_reason is not None:
         reason += f"; element by element, not 128-bit, because of {problem.slow_reason}"
+    if problem.num_tokens > _MAX_TOKENS_PER_LAUNCH:
+        reason += f"; in {-(-problem.num_tokens // _MAX_TOKENS_PER_LAUNCH)} launches"
     if problem.num_tokens == 0:
         reason = "no tokens: nothing is launched"
     return Decision(
@@ -169,6 +171,7 @@ class _ReferencePlan:
         views = views_of(values)
         element = np.dtype(variant.dtype)
         cache_element = element if variant.cache == "same" else np.uint8
+        out_element = np.uint8 if variant.query_fp8 else element
         count = problem.num_tokens
         slots = _as_array(views["slot_mapping"])[:count]
         positions = _as_array(views["positions"])[:count] if variant.rope else None
@@ -181,7 +184,7 @@ class _ReferencePlan:
             tensors.as_numpy(views["k_pe"], element).reshape(count, QK_ROPE_HEAD_DIM),
             tensors.as_numpy(views["kv_cache"], cache_element),
             slots,
-            tensors.as_numpy(tensors.view(out, "out"), np.uint8 if variant.query_fp8 else element),
+            tensors.as_numpy(producers.view(out, "out"), out_element),
             ds_mla=variant.cache == "ds_mla",
             q_scale_inv=_scale_on_cpu("q_scale_inv", values, views),
             cache_scale_inv=_scale_on_cpu("cache_scale_inv", values, views),
@@ -279,7 +282,7 @@ class _CudaPlan:
                 arguments[place] = addresses[index] + offset
             for place, scale in scales:
                 arguments[place] = scale
-            arguments[_MQA_Q] = out_address + part.out_offset
+            arguments[mla_decode_arguments.MQA_Q] = out_address + part.out_offset
             part.launch(handle, arguments)
         if stream is not None:
             outputs.keep_for_stream([*values, out], self._device, handle)
@@ -291,10 +294,10 @@ class _CudaPlan:
         found = []
         if self._q_scale_is_number:
             number = checks.scale_value("q_scale_inv", values[_Q_SCALE])
-            found.append((_Q_SCALE_VALUE, np.float32(number)))
+            found.append((mla_decode_arguments.Q_SCALE_VALUE, np.float32(number)))
         if self._cache_scale_is_number:
             number = checks.scale_value("cache_scale_inv", values[_CACHE_SCALE])
-            found.append((_CACHE_SCALE_VALUE, np.float32(number)))
+            found.append((mla_decode_arguments.CACHE_SCALE_VALUE, np.float32(number)))
         return found
 
     def _make_slices(self, decision: Decision, stream: Any) -> tuple[_Slice, ...]:
@@ -316,8 +319,8 @@ class _CudaPlan:
             slices.append(
                 _Slice(
                     launch=launcher,
-                    arguments=_fixed_arguments(problem, count, cache_blocks),
-                    pointers=_pointers(problem, start),
+                    arguments=mla_decode_arguments.fixed_arguments(problem, count, cache_blocks),
+                    pointers=mla_decode_arguments.pointers_of(problem, start),
                     out_offset=start * problem.num_heads * row_bytes,
                 )
             )
@@ -365,114 +368,3 @@ class _Slice:
     arguments: list[Any]
     pointers: tuple[tuple[int, int, int], ...]
     out_offset: int
-
-
-# --- The kernel's arguments, in its order (cuda_src/mla_decode.cu) -------------------------------
-
-_ARGUMENTS = (
-    "cache_blocks",
-    "num_query_rows",
-    "num_heads",
-    "num_heads_magic",
-    "ql_nope",
-    "q_pe",
-    "mqa_q",
-    "ql_nope_token_stride",
-    "ql_nope_head_stride",
-    "q_pe_token_stride",
-    "q_pe_head_stride",
-    "num_heads_shift",
-    "q_scale_value",
-    "q_scale_inv",
-    "kv_c_normed",
-    "k_pe",
-    "slot_mapping",
-    "kv_cache",
-    "kv_c_stride",
-    "k_pe_stride",
-    "cache_block_stride",
-    "cache_token_stride",
-    "num_tokens",
-    "num_slots",
-    "block_size",
-    "block_size_magic",
-    "block_size_shift",
-    "slot_is_wide",
-    "slot_stride",
-    "cache_scale_inv",
-    "cache_scale_value",
-    "position_is_wide",
-    "positions",
-    "cos_sin_cache",
-    "position_stride",
-    "table_stride",
-    "max_position",
-)
-_MQA_Q = _ARGUMENTS.index("mqa_q")
-_Q_SCALE_VALUE = _ARGUMENTS.index("q_scale_value")
-_CACHE_SCALE_VALUE = _ARGUMENTS.index("cache_scale_value")
-
-
-_ONE_PER_TOKEN = ("ql_nope", "q_pe", "kv_c_normed", "k_pe", "slot_mapping", "positions")
-
-
-def _pointers(problem: MlaDecodeProblem, start: int) -> tuple[tuple[int, int, int], ...]:
-    """Return where the tensors' addresses go, moved to a slice's first token."""
-    return tuple(
-        (
-            _ARGUMENTS.index(name),
-            _INDEX[name],
-            start * _byte_stride(v, 0) if name in _ONE_PER_TOKEN else 0,
-        )
-        for name, v in problem.views.items()
-        if name != "out"
-    )
-
-
-def _fixed_arguments(problem: MlaDecodeProblem, num_tokens: int, cache_blocks: int) -> list[Any]:
-    """Return the kernel's arguments for some tokens, with 0 in the place of every pointer."""
-    views = problem.views
-    wide = np.int64 if not problem.variant.vector else np.uint32
-
-    def stride(name: str, axis: int) -> Any:
-        return wide(_byte_stride(views[name], axis))
-
-    block_size = max(views["kv_cache"].shape[1], 1)
-    heads_magic, heads_shift = launch.divisor_constants(problem.num_heads)
-    block_magic, block_shift = launch.divisor_constants(block_size)
-    values: dict[str, Any] = {
-        "cache_blocks": np.uint32(cache_blocks),
-        "num_query_rows": np.uint32(num_tokens * problem.num_heads),
-        "num_heads": np.uint32(problem.num_heads),
-        "num_heads_magic": np.uint32(heads_magic),
-        "num_heads_shift": np.uint32(heads_shift),
-        "ql_nope_token_stride": stride("ql_nope", 0),
-        "ql_nope_head_stride": stride("ql_nope", 1),
-        "q_pe_token_stride": stride("q_pe", 0),
-        "q_pe_head_stride": stride("q_pe", 1),
-        "q_scale_value": np.float32(1),
-        "kv_c_stride": stride("kv_c_normed", 0),
-        "k_pe_stride": stride("k_pe", 0),
-        "cache_block_stride": stride("kv_cache", 0),
-        "cache_token_stride": stride("kv_cache", 1),
-        "num_tokens": np.uint32(num_tokens),
-        "num_slots": np.uint32(problem.num_slots),
-        "block_size": np.uint32(block_size),
-        "block_size_magic": np.uint32(block_magic),
-        "block_size_shift": np.uint32(block_shift),
-        "slot_is_wide": np.uint32(views["slot_mapping"].dtype == "int64"),
-        "slot_stride": _byte_stride(views["slot_mapping"], 0),
-        "cache_scale_value": np.float32(1),
-        "position_is_wide": np.uint32(0),
-    }
-    if problem.variant.rope:
-        values["position_is_wide"] = np.uint32(views["positions"].dtype == "int64")
-        values["position_stride"] = _byte_stride(views["positions"], 0)
-        values["table_stride"] = _byte_stride(views["cos_sin_cache"], 0)
-        values["max_position"] = views["cos_sin_cache"].shape[0]
-    return [values.get(name, 0) for name in _ARGUMENTS]
-
-
-def _byte_stride(v: TensorView, axis: int) -> int:
-    """Return a stride in bytes; an axis of one element may carry any stride and gets 0."""
-    return v.strides[axis] * v.itemsize if v.shape[axis] > 1 else 0

@@ -9,7 +9,7 @@ from typing import Any
 from k3cupy.constants import DS_MLA_ROW_BYTES, KV_LORA_RANK, LATENT_DIM, QK_ROPE_HEAD_DIM
 from k3cupy.ops import checks
 from k3cupy.ops.mla_decode_config import MlaDecodeConfig, MlaDecodeVariant
-from k3cupy.runtime import tensors
+from k3cupy.runtime import producers, tensors
 from k3cupy.runtime.tensors import TensorView
 
 _INDEX_TYPES = ("int64", "int32")
@@ -63,7 +63,7 @@ def views_of(values: tuple[Any, ...]) -> dict[str, TensorView]:
         TypeError: a value that must be a tensor is none.
     """
     return {
-        name: tensors.view(value, name)
+        name: producers.view(value, name)
         for name, value in zip(TENSORS, values, strict=True)
         if (value is not None or name in REQUIRED)
         and not (name.endswith("scale_inv") and tensors.is_number(value))

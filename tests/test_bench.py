@@ -1,0 +1,168 @@
+"""The benchmark's arithmetic and files, without a GPU; one small run with one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from k3cupy.bench import report
+from k3cupy.cli import main
+from k3cupy.ops.mla_decode_config import CANDIDATES, MlaDecodeConfig
+
+ROOT = Path(__file__).parent.parent
+
+
+def candidate(split: int, threads: int, chunks: int, us: float) -> dict[str, Any]:
+    return {"split": split, "block_size": threads, "chunks_per_thread": chunks, "us": us}
+
+
+def entry(times: dict[str, float], tokens: int = 4, **changes: Any) -> dict[str, Any]:
+    return {
+        "kind": "16bit+same",
+        "tokens": tokens,
+        "heads": 12,
+        "scenario": "chain",
+        "pdl": True,
+        "chain_us": 4.0,
+        "empty_us": 0.5,
+        "torch_us": 6.0,
+        "public_us": {"1": 1.5, "3": 1.2},
+        "dispatched": {"split": 0, "block_size": 288, "chunks_per_thread": 1},
+        "candidates": [
+            candidate(*map(int, name.split("/")), us)  # type: ignore[arg-type]
+            for name, us in times.items()
+        ],
+        **changes,
+    }
+
+
+def document(*entries: dict[str, Any], gpu: str = "NVIDIA H200") -> dict[str, Any]:
+    environment = {
+        "gpu": gpu,
+        "compute_capability": [9, 0],
+        "num_sms": 132,
+        "driver": "580.0",
+        "nvrtc": "13.0",
+        "packages": {"torch": "2.11.0"},
+        "commit": "0123456789abcdef",
+        "date": "2026-11-29",
+    }
+    return {"environment": environment, "entries": list(entries)}
+
+
+TIMES = {"0/288/1": 1.0, "1/256/3": 1.1, "3/256/1": 1.25}
+
+
+def test_summary_names_the_figures_that_decide() -> None:
+    s = report.summary(entry({"0/288/1": 1.0, "1/256/3": 0.8, "3/256/1": 1.25}))
+    assert (s["best"], s["best_us"], s["dispatched_us"]) == ("1/256/3", 0.8, 1.0)
+    assert s["dispatched_over_best"] == pytest.approx(1.25)
+    assert s["public_us"] == 1.2
+    assert s["dispatched_over_public"] == pytest.approx(1.0 / 1.2)
+    assert s["dispatched_over_split"] == pytest.approx(1.25)
+    assert s["over_empty_us"] == pytest.approx(0.5)
+
+
+def test_summary_without_a_comparison_kernel() -> None:
+    assert report.summary(entry(TIMES, public_us={}))["dispatched_over_public"] is None
+
+
+def test_runs_are_averaged_relative_to_their_fastest() -> None:
+    fast = document(entry({"0/288/1": 1.0, "1/256/3": 1.2, "3/256/1": 2.0}))
+    slow = document(entry({"0/288/1": 2.0, "1/256/3": 2.0, "3/256/1": 4.0}))
+    merged = report.averaged([fast, slow])["entries"][0]["candidates"]
+    assert [c["us"] for c in merged] == pytest.approx([1.5, 1.65, 3.0])
+
+
+def test_runs_of_two_gpus_are_not_averaged() -> None:
+    with pytest.raises(ValueError, match="one GPU"):
+        report.averaged([document(entry(TIMES)), document(entry(TIMES), gpu="NVIDIA B200")])
+
+
+def test_the_table_takes_the_fastest_and_settles_ties_over_all_sizes() -> None:
+    table = report.shipped_table(
+        document(
+            entry({"0/288/1": 1.000, "1/256/3": 1.005, "3/256/1": 1.2}, tokens=1),
+            entry({"0/288/1": 1.300, "1/256/3": 1.000, "3/256/1": 1.2}, tokens=8),
+            entry({"0/288/1": 1.000, "1/256/3": 1.200, "3/256/1": 1.2}, tokens=64),
+            entry({"0/288/1": 9.0, "1/256/3": 9.0, "3/256/1": 1.0}, tokens=2, pdl=False),
+        )
+    )
+    rows = table["gpus"]["NVIDIA H200"]["entries"]
+    assert [row["num_rows"] for row in rows] == [13, 104, 832]
+    chosen = [MlaDecodeConfig(**row["chosen"]) for row in rows]
+    assert [c.split for c in chosen] == [1, 1, 0]
+    assert rows[0]["us"] == {"0/288/1": 1.0, "1/256/3": 1.005, "3/256/1": 1.2}
+
+
+def test_markdown_stands_between_the_markers(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Title\n<!-- results:begin -->\nold\n<!-- results:end -->\nrest\n")
+    report.insert_markdown(page, report.markdown(document(entry(TIMES))))
+    text = page.read_text()
+    assert text.startswith("# Title\n")
+    assert text.endswith("<!-- results:end -->\nrest\n")
+    assert "old" not in text
+    assert "| 16bit+same | chain | on | 4 | 0.50 | 6.00 | 1.50 / 1.20 |" in text
+    assert "commit 0123456789ab" in text
+
+
+def test_a_page_without_markers_is_refused(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("nothing here")
+    with pytest.raises(ValueError, match="expected the markers"):
+        report.insert_markdown(page, "text")
+
+
+def test_apply_writes_table_and_page(tmp_path: Path) -> None:
+    result, table, page = tmp_path / "r.json", tmp_path / "new" / "t.json", tmp_path / "p.md"
+    result.write_text(json.dumps(document(entry(TIMES))))
+    page.write_text("<!-- results:begin --><!-- results:end -->")
+    arguments = ["bench", "apply", str(result), "--table", str(table), "--page", str(page)]
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 0, done.output
+    assert json.loads(table.read_text())["gpus"]["NVIDIA H200"]["num_sms"] == 132
+    assert "16bit+same" in page.read_text()
+
+
+def test_the_shipped_table_is_what_the_committed_results_give() -> None:
+    files = sorted((ROOT / "benchmarks/results").glob("decode_h200_run*.json"))
+    if not files:
+        pytest.skip("the results are kept in the repository, not in the package")
+    documents = [json.loads(path.read_text(encoding="utf-8")) for path in files]
+    shipped = (ROOT / "k3cupy/ops/tables/mla_decode.json").read_text(encoding="utf-8")
+    assert report.shipped_table(report.averaged(documents)) == json.loads(shipped)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch finds a GPU")
+def test_bench_without_a_gpu_is_one_clear_line() -> None:
+    done = CliRunner().invoke(main, ["bench", "decode"])
+    assert done.exit_code == 1
+    assert done.output.strip() == "Error: bench needs a CUDA GPU; PyTorch sees none"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scenario", ["chain", "alone"])
+def test_a_small_run_on_the_gpu(scenario: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from k3cupy.bench import decode
+
+    monkeypatch.setattr(decode, "LAUNCHES", 20)
+    some = [config for config in CANDIDATES if config.block_size == 256]
+    found = decode.run_entry("fp8+fp8", 4, 12, scenario, True, some)
+    times = [*(c["us"] for c in found.candidates), *found.public_us.values(), found.torch_us]
+    assert len(found.candidates) == 2 and len(found.public_us) == 2
+    assert all(0 < time < 1000 for time in times)
+
+
+@pytest.mark.gpu
+def test_a_wrong_result_is_not_timed() -> None:
+    from k3cupy.bench import decode
+
+    problem = decode.Problem("16bit+same", 4, 12)
+    with pytest.raises(RuntimeError, match="nothing: mqa_q differs from the reference, not timed"):
+        problem.check("nothing", lambda: None)
