@@ -53,7 +53,7 @@ __global__ void public_structure(
       char* target = mqa_q + (static_cast<long long>(token) * num_heads + head) * kRowBytes;
       copy_row<T, kQueryFp8>(
           target, ql_nope + token * ql_nope_token_stride + head * ql_nope_head_stride,
-          q_pe + token * q_pe_token_stride + head * q_pe_head_stride, first, kStep, scale_inv);
+          q_pe + token * q_pe_token_stride + head * q_pe_head_stride, first, scale_inv);
     } else {
       const long long slot = slot_mapping[token];
       if (slot >= 0) {

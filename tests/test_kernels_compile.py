@@ -119,6 +119,18 @@ def test_every_instance(arch: str, group: int) -> None:
     assert not problems, f"{arch}:\n" + "\n".join(problems)
 
 
+def test_the_kernels_of_the_benchmark_compile() -> None:
+    names = [
+        f"k3cupy::public_structure<__nv_bfloat16, {query}, {cache}, {split}>"
+        for query in ("false", "true")
+        for cache in ("false", "true")
+        for split in (1, 3)
+    ]
+    assert len(compile_cubin("bench_public_structure.cu", names, "sm_90").symbols) == 8
+    names = ["k3cupy::empty_kernel", "k3cupy::read_all"]
+    assert len(compile_cubin("bench_chain.cu", names, "sm_90").symbols) == 2
+
+
 def test_every_candidate_of_the_benchmark_compiles() -> None:
     """What the tables may come to name, and some more that `is_valid` allows."""
     variant = MlaDecodeVariant("bfloat16", cache="ds_mla", rope=True)

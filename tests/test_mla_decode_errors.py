@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -188,6 +189,11 @@ def moved(value: Any, device: str) -> Any:
         return value
     flat = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage())
     return flat.to(device).as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+for flag in ("ds_mla", "kv_inputs_ready", "pdl"):
+    for junk in ([1], "no", 1, 0):
+        CASES[f"{flag}-{junk!r}"] = put(flag, junk, re.escape(repr(junk)))
 
 
 @pytest.mark.parametrize("name", CASES)

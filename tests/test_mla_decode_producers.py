@@ -284,7 +284,8 @@ def _jax_on_the_gpu() -> None:
         assert isinstance(mqa_q, jax.Array), type(mqa_q)
         assert mqa_q.dtype == (jax.numpy.float8_e4m3fn if q_fp8 else jax.numpy.bfloat16)
         torch.cuda.synchronize()
-        call.check(before, torch_of(np.asarray(mqa_q), E4M3 if q_fp8 else BF16))
+        found = torch_of(np.asarray(mqa_q), E4M3 if q_fp8 else BF16)
+        call.check(before, found.to("cuda"))
         print(mqa_q.device.platform)
 
 

@@ -255,6 +255,19 @@ def test_case21_unusable_cache_warns_once_and_compiles_in_memory(
     assert instances.is_loaded(ONE, 0)
 
 
+def test_case21_a_full_disk_is_told_once(gpu: FakeGpu) -> None:
+    def fail_on_disk(_: str) -> None:
+        if "CUPY_CACHE_IN_MEMORY" not in os.environ:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    gpu.on_compile = fail_on_disk
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for instance in INSTANCES[:3]:
+            instances.load(instance, 0)
+    assert len(caught) == 1
+
+
 def test_case21_the_callers_in_memory_setting_stays(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:

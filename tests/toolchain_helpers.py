@@ -338,4 +338,5 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(toolchain, "include_directory", lambda: "/headers")
     monkeypatch.setattr(toolchain, "header_version", lambda: (12, 9))
     monkeypatch.setattr(instances, "_loaded", {})
+    monkeypatch.setattr(instances, "_warned", set())
     return fake

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -339,6 +340,35 @@ def run(
         yield run_entry(kind, count, heads, scenario, pdl)
 
 
+def host_time(kind: str, tokens: int = 16, heads: int = 12, calls: int = 500) -> dict[str, float]:
+    """Return the host's microseconds for one repeated eager call, the best of five batches.
+
+    Returns:
+        ``"new output"`` and ``"out given"``: the call that allocates mqa_q, and the one that does
+        not.
+    """
+    problem = Problem(kind, tokens, heads)
+    arguments = {**problem.inputs, **problem.scales, "kv_cache": problem.kv_cache}
+    found = {}
+    for name, extra in (("new output", {}), ("out given", {"out": problem.out})):
+
+        def call(extra: dict[str, torch.Tensor] = extra) -> None:
+            k3cupy.fused_mla_decode_q_concat_kv_cache_insert(
+                **arguments, **extra, ds_mla=problem.cache == "ds_mla"
+            )
+
+        call()
+        batches = []
+        for _ in range(5):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            batches.append((time.perf_counter() - start) / calls * 1e6)
+        found[name] = round(min(batches), 2)
+    return found
+
+
 def as_document(entries: Sequence[Entry], commit: str | None = None) -> dict[str, Any]:
     """Return a run as the JSON document that is kept under ``benchmarks/results``."""
     return {
@@ -349,5 +379,6 @@ def as_document(entries: Sequence[Entry], commit: str | None = None) -> dict[str
             "statistic": "median of 3 rounds of 9 replays, microseconds a launch",
             "chain": "time added to torch.bmm -> consumer; strides of the model",
         },
+        "host_us": {kind: host_time(kind) for kind in ("16bit+same", "fp8+fp8")},
         "entries": [asdict(entry) for entry in entries],
     }

@@ -96,6 +96,9 @@ def markdown(document: Mapping[str, Any]) -> str:
         "|" + " --- |" * len(HEADER),
     ]
     lines += ["| " + " | ".join(_cells(entry)) + " |" for entry in document["entries"]]
+    for kind, times in document.get("host_us", {}).items():
+        told = ", ".join(f"{name} {us:.1f} us" for name, us in times.items())
+        lines += ["", f"Host time of a repeated eager call, {kind}: {told}."]
     return "\n".join(lines) + "\n"
 
 

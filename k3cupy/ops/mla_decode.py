@@ -6,12 +6,12 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from k3cupy.ops import checks
 from k3cupy.ops.decision import Decision
 from k3cupy.ops.mla_decode_config import SOURCE, MlaDecodeConfig
 from k3cupy.ops.mla_decode_plan import Plan, decide, make_plan
 from k3cupy.ops.mla_decode_validate import (
     MlaDecodeCall,
+    check_flags,
     check_grad,
     check_split,
     validate,
@@ -119,8 +119,8 @@ def fused_mla_decode_q_concat_kv_cache_insert(
         probed = None
     if split is not None:
         check_split(split)
-    if pdl is not None and not isinstance(pdl, bool):
-        checks.reject("pdl", "None, True or False", repr(pdl), error=TypeError)
+    if type(ds_mla) is not bool or type(kv_inputs_ready) is not bool or type(pdl) not in _OPTIONAL:
+        check_flags(ds_mla, kv_inputs_ready, pdl)
     owners: list[Any] = []
     signature: Sequence[Any]
     if probed is not None:
@@ -181,6 +181,7 @@ def explain_mla_decode(
         cos_sin_cache,
         out,
     )
+    check_flags(ds_mla, kv_inputs_ready, pdl)
     call = MlaDecodeCall(values, ds_mla, kv_inputs_ready)
     problem = validate(call)
     check_grad(problem.views)
@@ -192,6 +193,7 @@ def explain_mla_decode(
 _plans: dict[Any, Plan] = {}
 _plans_lock = threading.Lock()
 _MAX_PLANS = 4096
+_OPTIONAL = (type(None), bool)
 
 
 def _remember(key: Any, plan: Plan) -> None:

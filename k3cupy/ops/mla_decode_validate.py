@@ -97,8 +97,6 @@ def validate(call: MlaDecodeCall) -> MlaDecodeProblem:
     Raises:
         TypeError, ValueError: the text names the argument, what was expected and what was found.
     """
-    if not isinstance(call.ds_mla, bool):
-        checks.reject("ds_mla", "True or False", repr(call.ds_mla), error=TypeError)
     for name in ("q_scale_inv", "cache_scale_inv"):
         value = call[name]
         if tensors.is_number(value):
@@ -118,7 +116,7 @@ def validate(call: MlaDecodeCall) -> MlaDecodeProblem:
         query_fp8=call["q_scale_inv"] is not None,
         cache=cache,
         rope=call["positions"] is not None,
-        kv_inputs_ready=bool(call.kv_inputs_ready),
+        kv_inputs_ready=call.kv_inputs_ready,
         vector=slow_reason is None,
     )
     num_blocks, block_size, _ = views["kv_cache"].shape
@@ -150,6 +148,19 @@ def check_grad(views: dict[str, TensorView]) -> None:
                 "one that requires grad while grad mode is on",
                 "Call inside torch.no_grad() or torch.inference_mode()",
             )
+
+
+def check_flags(ds_mla: Any, kv_inputs_ready: Any, pdl: Any) -> None:
+    """Accept only bools, and None for pdl: a truthy value of another type is a mistake.
+
+    Raises:
+        TypeError: a flag is something else.
+    """
+    for name, value in (("ds_mla", ds_mla), ("kv_inputs_ready", kv_inputs_ready)):
+        if not isinstance(value, bool):
+            checks.reject(name, "True or False", repr(value), error=TypeError)
+    if pdl is not None and not isinstance(pdl, bool):
+        checks.reject("pdl", "None, True or False", repr(pdl), error=TypeError)
 
 
 def check_split(split: Any) -> MlaDecodeConfig | int | None:

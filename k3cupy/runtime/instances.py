@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from k3cupy.runtime import devices, sources, toolchain
@@ -52,6 +53,7 @@ class LoadedKernel:
 _lock = threading.Lock()
 _memory_cache_lock = threading.Lock()
 _loaded: dict[tuple[int, Instance, str], Future[LoadedKernel]] = {}
+_warned: set[tuple[Path, int | None]] = set()
 
 
 def load(instance: Instance, device: int) -> LoadedKernel:
@@ -154,13 +156,7 @@ def _build(
     try:
         return _build_once(cupy, instance, source, options)
     except OSError as error:
-        warnings.warn(
-            f"kernel cache: {toolchain.cache_directory()} cannot be used ({error}); compiling "
-            f"{instance.source} in memory. Free space there, remove the entry that the error "
-            "names, or set CUPY_CACHE_DIR to a writable directory.",
-            RuntimeWarning,
-            stacklevel=5,
-        )
+        _warn_of_cache(error)
         with _memory_cache_lock:
             before = os.environ.get("CUPY_CACHE_IN_MEMORY")
             os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
@@ -171,6 +167,21 @@ def _build(
                     del os.environ["CUPY_CACHE_IN_MEMORY"]
                 else:
                     os.environ["CUPY_CACHE_IN_MEMORY"] = before
+
+
+def _warn_of_cache(error: OSError) -> None:
+    """Warn once for a directory and a kind of error: each error names another temporary file."""
+    directory = toolchain.cache_directory()
+    if (directory, error.errno) in _warned:
+        return
+    _warned.add((directory, error.errno))
+    warnings.warn(
+        f"kernel cache: {directory} cannot be used ({error}); compiling in memory. Free space "
+        "there, remove the entry that the error names, or set CUPY_CACHE_DIR to a writable "
+        "directory.",
+        RuntimeWarning,
+        stacklevel=6,
+    )
 
 
 def _build_once(

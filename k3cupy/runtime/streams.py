@@ -62,10 +62,14 @@ def wrap(handle: int) -> Any:
 
 
 def is_capturing(handle: int) -> bool:
-    """Return whether the stream is recording a CUDA graph."""
+    """Return whether the stream is recording a CUDA graph, also one that an error has spoilt."""
     if handle in (0, _LEGACY_DEFAULT):
         return False
-    return bool(toolchain.cupy().cuda.runtime.streamIsCapturing(handle))
+    runtime = toolchain.cupy().cuda.runtime
+    try:
+        return bool(runtime.streamIsCapturing(handle))
+    except RuntimeError:
+        return True  # the runtime answers a spoilt capture with an error
 
 
 @contextlib.contextmanager

@@ -64,15 +64,16 @@ def _ensure_cache_directory() -> None:
 
 @functools.cache
 def cuda_core() -> Any:
-    """Import cuda-core.
+    """Import cuda-core, one thread at a time: it replaces its own module while it is imported.
 
     Raises:
         ToolchainError: cuda-core is not installed or does not load.
     """
-    try:
-        return importlib.import_module("cuda.core")
-    except ImportError as error:
-        raise ToolchainError(f"cuda-core does not import ({error}); {INSTALL_HINT}") from error
+    with _import_lock:
+        try:
+            return importlib.import_module("cuda.core")
+        except ImportError as error:
+            raise ToolchainError(f"cuda-core does not import ({error}); {INSTALL_HINT}") from error
 
 
 @functools.cache
