@@ -1,0 +1,64 @@
+// Slots and positions: indices that lie in device memory with 32 or 64 bits and any stride.
+#pragma once
+
+namespace k3cupy {
+
+// One index. The halves are loaded apart and joined at their first use, so that loads issued
+// together stay together.
+struct Index {
+  unsigned int low;
+  unsigned int high;
+
+  __device__ __forceinline__ Index(const char* address, unsigned int is_wide) : high(0) {
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(low) : "l"(address));
+    asm volatile(
+        "{ .reg .pred wide;\n"
+        "  setp.ne.u32 wide, %2, 0;\n"
+        "  @wide ld.global.u32 %0, [%1 + 4]; }"
+        : "+r"(high)
+        : "l"(address), "r"(is_wide));
+  }
+
+  __device__ __forceinline__ long long value(unsigned int is_wide) const {
+    const unsigned int sign = static_cast<unsigned int>(static_cast<int>(low) >> 31);
+    const unsigned long long upper = is_wide != 0 ? high : sign;
+    return static_cast<long long>((upper << 32) | low);
+  }
+};
+
+// The lower halves of the slots of tokens first, first + 32, ...: kTokens loads, of which none waits
+// for another. A token that does not exist is not read.
+struct LaterSlots {
+  static constexpr unsigned int kTokens = 4;
+  static constexpr unsigned int kReach = 32 * kTokens;
+
+  unsigned int low[kTokens];
+
+  __device__ __forceinline__ LaterSlots(unsigned int first, const char* slot_mapping,
+                                        long long slot_stride, unsigned int num_tokens) {
+    const char* address = slot_mapping + first * slot_stride;
+#pragma unroll
+    for (unsigned int i = 0; i < kTokens; ++i) {
+      low[i] = 0;
+      asm volatile(
+          "{ .reg .pred there;\n"
+          "  setp.lt.u32 there, %2, %3;\n"
+          "  @there ld.global.u32 %0, [%1]; }"
+          : "+r"(low[i])
+          : "l"(address), "r"(first + 32 * i), "r"(num_tokens));
+      address += 32 * slot_stride;
+    }
+  }
+
+  __device__ __forceinline__ bool may_have(unsigned int slot_low, unsigned int first,
+                                           unsigned int num_tokens) const {
+    bool found = false;
+#pragma unroll
+    for (unsigned int i = 0; i < kTokens; ++i) {
+      found |= first + 32 * i < num_tokens && low[i] == slot_low;
+    }
+    return found;
+  }
+};
+
+}  // namespace k3cupy
