@@ -51,7 +51,7 @@ __global__ void public_structure(
       wait_for_predecessor(ql_nope, q_pe);
       constexpr int kRowBytes = kLatentDim * (kQueryFp8 ? 1 : 2);
       char* target = mqa_q + (static_cast<long long>(token) * num_heads + head) * kRowBytes;
-      copy_row<T, kQueryFp8>(
+      copy_row<T, kQueryFp8, kSplit>(
           target, ql_nope + token * ql_nope_token_stride + head * ql_nope_head_stride,
           q_pe + token * q_pe_token_stride + head * q_pe_head_stride, first, scale_inv);
     } else {
