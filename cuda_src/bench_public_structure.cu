@@ -10,24 +10,31 @@
 
 namespace k3cupy {
 
-// Unrolled, with restricted pointers, so that the compiler may put all loads before the first store.
+// All loads before the first store, which is what the compiler makes of the public loop.
 template <typename T, bool kFp8, int kSplit>
-__device__ __forceinline__ void copy_row(char* __restrict__ target, const T* __restrict__ nope,
-                                         const T* __restrict__ rope, int first, float scale_inv) {
+__device__ __forceinline__ void copy_row(char* target, const T* nope, const T* rope, int first,
+                                         float scale_inv) {
   constexpr int kStep = kSplit * 32;
+  constexpr int kCount = (kRowChunks + kStep - 1) / kStep;
+  Chunk chunk[kCount];
 #pragma unroll
-  for (int i = 0; i < (kRowChunks + kStep - 1) / kStep; ++i) {
+  for (int i = 0; i < kCount; ++i) {
     const int c = first + i * kStep;
-    if (c >= kRowChunks) break;
-    const T* source =
-        c < kNopeChunks ? nope + c * kChunkElements : rope + (c - kNopeChunks) * kChunkElements;
-    const Chunk chunk = *reinterpret_cast<const Chunk*>(source);
+    if (c < kRowChunks) {
+      chunk[i] = *reinterpret_cast<const Chunk*>(
+          c < kNopeChunks ? nope + c * kChunkElements : rope + (c - kNopeChunks) * kChunkElements);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int c = first + i * kStep;
+    if (c >= kRowChunks) continue;
     if constexpr (kFp8) {
       float value[kChunkElements];
-      widen<T>(chunk, value);
+      widen<T>(chunk[i], value);
       store_codes<true>(target + c * kChunkElements, to_e4m3(value, scale_inv));
     } else {
-      store_chunk<true>(target + c * kChunkBytes, chunk);
+      store_chunk<true>(target + c * kChunkBytes, chunk[i]);
     }
   }
 }
