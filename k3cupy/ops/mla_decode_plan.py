@@ -245,9 +245,9 @@ class _CudaPlan:
         self._framework = views["ql_nope"].framework
         self._device = views["ql_nope"].device_index
         torch_is_there = any(v.framework == "torch" for v in views.values())
-        self._current_stream = streams.current_of(
-            "torch" if torch_is_there else "cupy", self._device
-        )
+        stream_framework = "torch" if torch_is_there else "cupy"
+        self._current_stream = streams.current_of(stream_framework, self._device)
+        self._allocates_in_order = self._framework == stream_framework
         shape = (problem.num_tokens, problem.num_heads, LATENT_DIM)
         self._allocate = outputs.allocator(
             self._framework, shape, _out_dtype(problem), self._device
@@ -270,7 +270,7 @@ class _CudaPlan:
         if out is not None:
             out_address = addresses[_OUT]
         else:
-            if stream is None:
+            if stream is None and self._allocates_in_order:
                 out = self._allocate()
             else:
                 with outputs.allocated_for(self._framework, self._device, handle):
@@ -287,7 +287,9 @@ class _CudaPlan:
         if stream is not None:
             outputs.keep_for_stream([*values, out], self._device, handle)
         if self._framework == "jax" and values[_OUT] is None:
-            return outputs.finish(self._framework, out, _out_dtype(self._problem))
+            # JAX makes its own stream wait for the one that is current at the hand-over.
+            with streams.current_for_cupy(handle, self._device):
+                return outputs.finish(self._framework, out, _out_dtype(self._problem))
         return out
 
     def _scale_numbers(self, values: Values) -> list[tuple[int, np.float32]]:
