@@ -112,6 +112,14 @@ def test_markdown_stands_between_the_markers(tmp_path: Path) -> None:
     assert "commit 0123456789ab" in text
 
 
+def test_the_page_shows_the_choice_of_the_shipped_table() -> None:
+    names = {"0/288/1", "1/256/3", "3/256/1", "1/128/3"}
+    old = document(entry(dict.fromkeys(names, 1.0), tokens=16))
+    assert old["entries"][0]["dispatched"]["split"] == 0
+    (renewed,) = report.with_shipped_choice(old)["entries"]
+    assert report.key_of(renewed["dispatched"]) == "1/128/3"
+
+
 def test_a_page_without_markers_is_refused(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("nothing here")

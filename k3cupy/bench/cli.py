@@ -75,4 +75,5 @@ def apply_command(results: tuple[Path, ...], table: Path | None, page: Path | No
     if table is not None:
         report.write_json(table, report.shipped_table(report.averaged(documents)))
     if page is not None:
-        report.insert_markdown(page, report.markdown(documents[-1]))
+        chosen = report.with_shipped_choice(documents[-1])
+        report.insert_markdown(page, report.markdown(chosen))

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from k3cupy.ops.mla_decode_config import MlaDecodeVariant, choose
+from k3cupy.runtime.devices import DeviceInfo
 
 HEADER = (
     "formats",
@@ -100,6 +104,22 @@ def markdown(document: Mapping[str, Any]) -> str:
         told = ", ".join(f"{name} {us:.1f} us" for name, us in times.items())
         lines += ["", f"Host time of a repeated eager call, {kind}: {told}."]
     return "\n".join(lines) + "\n"
+
+
+def with_shipped_choice(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a document whose ``dispatched`` is what the table that ships today would choose.
+
+    A run from before a table recorded the choice of the older one.
+    """
+    e = document["environment"]
+    gpu = DeviceInfo(0, e["gpu"], tuple(e["compute_capability"]), e["num_sms"], 0)
+    entries = []
+    for entry in document["entries"]:
+        query, _, cache = entry["kind"].partition("+")
+        variant = MlaDecodeVariant("bfloat16", query == "fp8", cache)
+        config, _ = choose(variant, entry["tokens"], entry["heads"], gpu)
+        entries.append({**entry, "dispatched": asdict(config)})
+    return {**document, "entries": entries}
 
 
 def insert_markdown(path: Path, text: str) -> None:
