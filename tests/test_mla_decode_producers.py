@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -113,6 +115,29 @@ def test_the_capsule_is_kept_for_as_long_as_its_memory_is_used() -> None:
     names = ("ql_nope", "q_pe", "kv_c_normed", "k_pe", "slot_mapping", "cos_sin_cache")
     call.run(**wrapped(call, CopyingProducer, *names), out=out.tensor)
     call.check(before, out.tensor)
+
+
+def test_a_kept_plan_keeps_no_memory_alive() -> None:
+    call = make_call(11, 3, rope=True)
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    class Watched(Producer):
+        """Exports copies, each in memory that NumPy owns and this test watches."""
+
+        def __dlpack__(self, **kwargs: Any) -> Any:
+            array = self._tensor.view(torch.int16).numpy().copy().view(Memory)
+            alive.add(array)
+            return torch.from_numpy(array).view(BF16).__dlpack__(**kwargs)
+
+    call.run(**wrapped(call, Watched, "ql_nope", "kv_c_normed"))
+    gc.collect()
+    assert len(alive) == 0
+
+
+class Memory(np.ndarray[Any, Any]):
+    """An array that can be referred to weakly and hashed by identity."""
+
+    __hash__ = object.__hash__
 
 
 @pytest.mark.parametrize("name", [*TENSORS, *OPTIONAL])

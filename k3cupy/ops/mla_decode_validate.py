@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from k3cupy.constants import DS_MLA_ROW_BYTES, KV_LORA_RANK, LATENT_DIM, QK_ROPE_HEAD_DIM
@@ -122,7 +122,8 @@ def validate(call: MlaDecodeCall) -> MlaDecodeProblem:
     num_blocks, block_size, _ = views["kv_cache"].shape
     _check_limits(num_tokens, num_heads, num_blocks * block_size)
     return MlaDecodeProblem(
-        views=views,
+        # A problem outlives its call, so it must not keep a caller's memory alive.
+        views={name: replace(v, owner=None) for name, v in views.items()},
         variant=variant,
         num_tokens=num_tokens,
         num_heads=num_heads,
