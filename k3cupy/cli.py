@@ -26,14 +26,31 @@ def show_config() -> None:
 @main.command()
 @click.option("--dtype", multiple=True, default=["bfloat16"], show_default=True)
 @click.option("--kv-cache", multiple=True, default=["bf16", "fp8", "fp8_ds_mla"], show_default=True)
+@click.option("--query-fp8/--query-16bit", default=None, help="By default fp8 with an fp8 cache.")
 @click.option("--rope/--no-rope", default=False, show_default=True)
+@click.option("--kv-inputs-ready", is_flag=True, help="For calls that make this promise.")
+@click.option("--unaligned", is_flag=True, help="For rows off a multiple of 16 bytes.")
 @click.option("--device", type=int, default=None, help="GPU ordinal; the current one by default.")
 def warmup(
-    dtype: tuple[str, ...], kv_cache: tuple[str, ...], rope: bool, device: int | None
+    dtype: tuple[str, ...],
+    kv_cache: tuple[str, ...],
+    query_fp8: bool | None,
+    rope: bool,
+    kv_inputs_ready: bool,
+    unaligned: bool,
+    device: int | None,
 ) -> None:
     """Compile the kernels that the tables may choose, into CuPy's disk cache."""
     try:
-        count = k3cupy.warmup(dtype=list(dtype), kv_cache=list(kv_cache), rope=rope, device=device)
+        count = k3cupy.warmup(
+            dtype=list(dtype),
+            kv_cache=list(kv_cache),
+            query_fp8=query_fp8,
+            rope=rope,
+            kv_inputs_ready=kv_inputs_ready,
+            vector=not unaligned,
+            device=device,
+        )
     except (ValueError, k3cupy.ToolchainError, k3cupy.CompileError) as error:
         raise click.ClickException(str(error)) from error
     click.echo(f"{count} kernels are ready")

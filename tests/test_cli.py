@@ -143,6 +143,7 @@ def test_warmup_without_a_gpu_is_one_clear_line(options: tuple[str, ...]) -> Non
     [
         (("--kv-cache", "fp4"), "kv_cache: expected"),
         (("--dtype", "float32"), "dtype: expected"),
+        (("--kv-cache", "fp8_ds_mla", "--query-fp8"), "query_fp8: expected"),
     ],
 )
 def test_warmup_with_wrong_options_is_one_clear_line(options: tuple[str, ...], text: str) -> None:
@@ -150,6 +151,18 @@ def test_warmup_with_wrong_options_is_one_clear_line(options: tuple[str, ...], t
     assert code == 1
     assert output.strip().startswith(f"Error: {text}")
     assert len(output.strip().splitlines()) == 1
+
+
+def test_warmup_compiles_for_promises_formats_and_layouts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = fake_gpu(monkeypatch)
+    options = ("--query-fp8", "--kv-inputs-ready", "--unaligned", "--dtype", "float16")
+    code, _ = run("warmup", "--kv-cache", "bf16", *options)
+    assert code == 0
+    (name,) = gpu.compiled
+    assert name.startswith("k3cupy::mla_decode_epilogue<__half, true, k3cupy::CacheFormat::kSame")
+    assert ", false, true, false, " in name, "no RoPE, the promise, not aligned"
 
 
 def test_warmup_says_how_many_are_ready(monkeypatch: pytest.MonkeyPatch) -> None:
