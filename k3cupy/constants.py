@@ -28,8 +28,5 @@ DS_MLA_ROPE_OFFSET: Final = DS_MLA_SCALE_OFFSET + 4 * (KV_LORA_RANK // DS_MLA_TI
 DS_MLA_ROW_BYTES: Final = DS_MLA_ROPE_OFFSET + 2 * QK_ROPE_HEAD_DIM
 """Bytes of one fp8_ds_mla cache row: 656."""
 
-FP8_E4M3_MAX: Final = 448.0
-"""Largest finite value of fp8 e4m3."""
-
 CHUNK_ELEMENTS: Final = 8
 """Elements that one thread moves at a time (16 bytes of a 16-bit type)."""

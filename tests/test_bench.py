@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from k3cupy.bench import report
 from k3cupy.cli import main
-from k3cupy.ops.mla_decode_config import CANDIDATES, MlaDecodeConfig
+from k3cupy.ops.mla_decode_config import CANDIDATES, MlaDecodeConfig, MlaDecodeVariant
 
 ROOT = Path(__file__).parent.parent
 
@@ -118,6 +118,13 @@ def test_the_page_shows_the_choice_of_the_shipped_table() -> None:
     assert old["entries"][0]["dispatched"]["split"] == 0
     (renewed,) = report.with_shipped_choice(old)["entries"]
     assert report.key_of(renewed["dispatched"]) == "1/128/3"
+
+
+@pytest.mark.parametrize("kind", ["16bit+same", "fp8+fp8", "16bit+ds_mla", "16bit+fp8", "fp8+same"])
+def test_a_kind_and_its_variant_are_each_others_names(kind: str) -> None:
+    variant = MlaDecodeVariant.of_kind(kind)
+    assert variant.is_valid()
+    assert variant.kind == kind
 
 
 def test_a_page_without_markers_is_refused(tmp_path: Path) -> None:

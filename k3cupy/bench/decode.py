@@ -29,7 +29,6 @@ KINDS = ("16bit+same", "fp8+fp8", "16bit+ds_mla", "16bit+fp8", "fp8+same")
 """Query format + cache format."""
 
 TABLE_TOKENS = (1, 2, 4, 8, 16, 32, 64, 65, 128, 256, 512, 1024)
-SCENARIOS = ("chain", "alone")
 LAUNCHES = 200
 
 _BLOCK_SIZE = 64
@@ -81,8 +80,8 @@ class Problem:
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, device="cuda", dtype=torch.bfloat16, generator=random)
 
-        query, _, cache = kind.partition("+")
-        self.query_fp8, self.cache = query == "fp8", cache
+        variant = MlaDecodeVariant.of_kind(kind)
+        self.query_fp8, self.cache = variant.query_fp8, variant.cache
         q = normal(tokens, heads, _NOPE_HEAD_DIM + QK_ROPE_HEAD_DIM)
         self.q_nope = q[..., :_NOPE_HEAD_DIM].transpose(0, 1)
         self.w_uk = normal(heads, _NOPE_HEAD_DIM, KV_LORA_RANK)
@@ -100,15 +99,15 @@ class Problem:
                 _NUM_BLOCKS * _BLOCK_SIZE, device="cuda", generator=random
             )[:tokens],
         }
-        width = DS_MLA_ROW_BYTES if cache == "ds_mla" else LATENT_DIM
-        cache_type = torch.bfloat16 if cache == "same" else torch.uint8
+        width = DS_MLA_ROW_BYTES if self.cache == "ds_mla" else LATENT_DIM
+        cache_type = torch.bfloat16 if self.cache == "same" else torch.uint8
         self.kv_cache = torch.zeros(
             _NUM_BLOCKS, _BLOCK_SIZE, width, device="cuda", dtype=cache_type
         )
         self.scales: dict[str, torch.Tensor] = {}
         if self.query_fp8:
             self.scales["q_scale_inv"] = torch.tensor([0.5], device="cuda")
-        if cache == "fp8":
+        if self.cache == "fp8":
             self.scales["cache_scale_inv"] = torch.tensor([2.0], device="cuda")
         self.out = torch.empty(
             tokens,
@@ -117,33 +116,27 @@ class Problem:
             device="cuda",
             dtype=torch.float8_e4m3fn if self.query_fp8 else torch.bfloat16,
         )
+        self.arguments = {
+            **self.inputs,
+            **self.scales,
+            "kv_cache": self.kv_cache,
+            "ds_mla": self.cache == "ds_mla",
+        }
         self.absorb()
 
     def absorb(self) -> None:
         """Run the predecessor."""
         torch.bmm(self.q_nope, self.w_uk, out=self.absorbed)
 
-    def epilogue(self, config: MlaDecodeConfig | None, *, pdl: bool) -> None:
-        """Run the kernel; None leaves the choice to the table."""
+    def epilogue(self, config: MlaDecodeConfig, *, pdl: bool) -> None:
+        """Run the kernel."""
         k3cupy.fused_mla_decode_q_concat_kv_cache_insert(
-            **self.inputs,
-            kv_cache=self.kv_cache,
-            **self.scales,
-            ds_mla=self.cache == "ds_mla",
-            out=self.out,
-            split=config,
-            pdl=pdl,
+            **self.arguments, out=self.out, split=config, pdl=pdl
         )
 
     def dispatched(self) -> MlaDecodeConfig:
         """Return the configuration that the table chooses."""
-        config: MlaDecodeConfig = k3cupy.explain_mla_decode(
-            **self.inputs,
-            kv_cache=self.kv_cache,
-            **self.scales,
-            ds_mla=self.cache == "ds_mla",
-            out=self.out,
-        ).config
+        config: MlaDecodeConfig = k3cupy.explain_mla_decode(**self.arguments, out=self.out).config
         return config
 
     def unfused(self) -> None:
@@ -210,12 +203,9 @@ class Problem:
     def _expected(self) -> tuple[torch.Tensor, torch.Tensor]:
         cache = torch.zeros(self.kv_cache.shape, dtype=self.kv_cache.dtype)
         out = torch.empty(self.out.shape, dtype=self.out.dtype)
+        read = {name: t.cpu() for name, t in {**self.inputs, **self.scales}.items()}
         k3cupy.fused_mla_decode_q_concat_kv_cache_insert(
-            **{name: tensor.cpu() for name, tensor in self.inputs.items()},
-            kv_cache=cache,
-            **{name: tensor.cpu() for name, tensor in self.scales.items()},
-            ds_mla=self.cache == "ds_mla",
-            out=out,
+            **{**self.arguments, **read, "kv_cache": cache}, out=out
         )
         return out, cache
 
@@ -316,8 +306,7 @@ def compile_all(kinds: Iterable[str], candidates: Iterable[MlaDecodeConfig], dev
     """Compile what a run will launch, on threads; return how many instances there are."""
     wanted = []
     for kind, config in itertools.product(kinds, candidates):
-        query, _, cache = kind.partition("+")
-        wanted.append(config.instance(MlaDecodeVariant("bfloat16", query == "fp8", cache)))
+        wanted.append(config.instance(MlaDecodeVariant.of_kind(kind)))
     return instances.load_all(wanted, device)
 
 
@@ -348,14 +337,11 @@ def host_time(kind: str, tokens: int = 16, heads: int = 12, calls: int = 500) ->
         not.
     """
     problem = Problem(kind, tokens, heads)
-    arguments = {**problem.inputs, **problem.scales, "kv_cache": problem.kv_cache}
     found = {}
     for name, extra in (("new output", {}), ("out given", {"out": problem.out})):
 
         def call(extra: dict[str, torch.Tensor] = extra) -> None:
-            k3cupy.fused_mla_decode_q_concat_kv_cache_insert(
-                **arguments, **extra, ds_mla=problem.cache == "ds_mla"
-            )
+            k3cupy.fused_mla_decode_q_concat_kv_cache_insert(**problem.arguments, **extra)
 
         call()
         batches = []

@@ -115,8 +115,7 @@ def with_shipped_choice(document: Mapping[str, Any]) -> dict[str, Any]:
     gpu = DeviceInfo(0, e["gpu"], tuple(e["compute_capability"]), e["num_sms"], 0)
     entries = []
     for entry in document["entries"]:
-        query, _, cache = entry["kind"].partition("+")
-        variant = MlaDecodeVariant("bfloat16", query == "fp8", cache)
+        variant = MlaDecodeVariant.of_kind(entry["kind"])
         config, _ = choose(variant, entry["tokens"], entry["heads"], gpu)
         entries.append({**entry, "dispatched": asdict(config)})
     return {**document, "entries": entries}

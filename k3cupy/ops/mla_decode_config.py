@@ -52,6 +52,12 @@ class MlaDecodeVariant:
             and not (self.query_fp8 and self.cache == "ds_mla")
         )
 
+    @classmethod
+    def of_kind(cls, kind: str, dtype: str = "bfloat16") -> MlaDecodeVariant:
+        """Return the plain variant of a kind, as tables and results name it."""
+        query, _, cache = kind.partition("+")
+        return cls(dtype, query_fp8=query == "fp8", cache=cache)
+
     @property
     def kind(self) -> str:
         """The name under which tables list it: the formats, which decide the bytes moved."""

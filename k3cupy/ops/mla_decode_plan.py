@@ -22,7 +22,6 @@ from k3cupy.ops.mla_decode_validate import (
     MlaDecodeCall,
     MlaDecodeProblem,
     check_grad,
-    check_split,
     validate,
     views_of,
 )
@@ -104,13 +103,19 @@ def make_plan(
 ) -> Plan:
     """Validate a call and prepare everything that does not depend on its addresses.
 
+    Args:
+        call: the arguments.
+        split: as ``check_split`` accepts it.
+        pdl: None for on where the GPU has it.
+        stream: the one that was given, to see whether it captures; None for the current one.
+
     Raises:
         TypeError, ValueError: an argument does not fit.
         CaptureError: the kernel would have to be compiled or loaded while a graph is captured.
     """
     problem = validate(call)
     check_grad(problem.views)
-    decision = decide(problem, check_split(split), pdl)
+    decision = decide(problem, split, pdl)
     if decision.backend == "reference":
         return _ReferencePlan(problem)
     return _CudaPlan(problem, decision, stream)
@@ -121,25 +126,20 @@ class _Layout:
 
     def __init__(self, problem: MlaDecodeProblem) -> None:
         spans = {_INDEX[name]: v.span for name, v in problem.views.items()}
-        self._cache_span = spans.pop(_CACHE)
-        self._out_span = spans.get(_OUT)
-        self._near_cache = tuple(spans.items())
-        spans.pop(_OUT, None)
-        self._near_out = tuple(spans.items())
+        written = []
+        for target in (_CACHE, _OUT):
+            if target in spans:
+                span = spans.pop(target)  # a pair is looked at once, from its first member
+                written.append((target, span, tuple(spans.items())))
+        self._written = tuple(written)
 
     def check(self, values: Values, addresses: list[int]) -> None:
         """Refuse a cache or an output that shares memory with another argument."""
-        start = addresses[_CACHE]
-        end = start + self._cache_span
         suspicious = False
-        for index, span in self._near_cache:
-            other = addresses[index]
-            if other < end and start < other + span:
-                suspicious = True
-        if self._out_span is not None:
-            start = addresses[_OUT]
-            end = start + self._out_span
-            for index, span in self._near_out:
+        for target, length, others in self._written:
+            start = addresses[target]
+            end = start + length
+            for index, span in others:
                 other = addresses[index]
                 if other < end and start < other + span:
                     suspicious = True

@@ -43,14 +43,6 @@ class MlaDecodeCall:
     ds_mla: bool
     kv_inputs_ready: bool
 
-    def views(self) -> dict[str, TensorView]:
-        """Describe the arguments that are, or must be, tensors.
-
-        Raises:
-            TypeError: one is not.
-        """
-        return views_of(self.values)
-
     def __getitem__(self, name: str) -> Any:
         """Return an argument by name."""
         return self.values[TENSORS.index(name)]
@@ -101,14 +93,14 @@ def validate(call: MlaDecodeCall) -> MlaDecodeProblem:
         value = call[name]
         if tensors.is_number(value):
             checks.scale_value(name, value)
-    views = call.views()
+    views = views_of(call.values)
     dtype = views["ql_nope"].dtype
     _check_types(call, views, dtype)
     num_tokens, num_heads = _check_shapes(call, views)
     for name, v in views.items():
         checks.check_strides(name, v, inner=name not in ("slot_mapping", "positions"))
     checks.check_devices(views)
-    _check_outputs(call, views)
+    _check_outputs(views)
     cache = "ds_mla" if call.ds_mla else "same" if views["kv_cache"].dtype == dtype else "fp8"
     slow_reason = _slow_reason(views)
     variant = MlaDecodeVariant(
@@ -275,7 +267,7 @@ def _check_shapes(call: MlaDecodeCall, views: dict[str, TensorView]) -> tuple[in
     return num_tokens, num_heads
 
 
-def _check_outputs(call: MlaDecodeCall, views: dict[str, TensorView]) -> None:
+def _check_outputs(views: dict[str, TensorView]) -> None:
     written = {name: views[name] for name in ("kv_cache", "out") if name in views}
     for name, v in written.items():
         checks.check_writable(name, v)

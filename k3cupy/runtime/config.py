@@ -93,7 +93,8 @@ def _backend() -> tuple[str, str, list[str]]:
 
 def _driver() -> str:
     number = toolchain.cupy().cuda.runtime.driverGetVersion()
-    return f"CUDA {number // 1000}.{number % 1000 // 10}" if number else "none"
+    major, minor = toolchain.release(number)
+    return f"CUDA {major}.{minor}" if number else "none"
 
 
 def _nvrtc() -> str:

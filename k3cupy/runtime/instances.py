@@ -138,8 +138,8 @@ def _compile(instance: Instance, source: sources.Source, device: int) -> LoadedK
         except (cupy.cuda.driver.CUDADriverError, cupy.cuda.runtime.CUDARuntimeError) as error:
             raise ToolchainError(
                 f"the driver refused {instance.name_expression} ({error}). Driver "
-                f"{_version(cupy.cuda.runtime.driverGetVersion())}, NVRTC "
-                f"{'.'.join(map(str, cupy.cuda.nvrtc.getVersion()))}: the driver must be at least "
+                f"{_dotted(toolchain.release(cupy.cuda.runtime.driverGetVersion()))}, NVRTC "
+                f"{_dotted(cupy.cuda.nvrtc.getVersion())}: the driver must be at least "
                 f"as new as NVRTC's major release; {toolchain.INSTALL_HINT}"
             ) from error
         return LoadedKernel(
@@ -197,5 +197,5 @@ def _build_once(
     return module, function
 
 
-def _version(number: int) -> str:
-    return f"{number // 1000}.{number % 1000 // 10}"
+def _dotted(release: Iterable[int]) -> str:
+    return ".".join(map(str, release))

@@ -97,12 +97,13 @@ def _view_cupy(a: Any) -> TensorView:
 # --- Any other DLPack producer ------------------------------------------------------------------
 
 
-def _view_dlpack(obj: Any, stream: int | None = None) -> TensorView:
+def _view_dlpack(obj: Any, stream: int | None = None, beside: tuple[Any, ...] = ()) -> TensorView:
+    """Describe a bare producer; ``beside`` are the arguments whose framework names the stream."""
     device_type, index = obj.__dlpack_device__()
     if int(device_type) not in dlpack.CUDA_DEVICES:
         stream = None
     elif stream is None:
-        stream = streams.current_of(_stream_framework(()), int(index))()
+        stream = streams.current_of(_stream_framework(beside), int(index))()
     capsule = dlpack.export(obj, stream)
     header = dlpack.read_header(capsule)
     framework = "jax" if _is_jax(obj) else "dlpack"
@@ -121,8 +122,8 @@ def _view_dlpack(obj: Any, stream: int | None = None) -> TensorView:
     )
 
 
-def _probe_dlpack(obj: Any, stream: int | None = None) -> Probe:
-    v = _view_dlpack(obj, stream)
+def _probe_dlpack(obj: Any, stream: int | None, beside: tuple[Any, ...]) -> Probe:
+    v = _view_dlpack(obj, stream, beside)
     key = (v.framework, v.shape, v.strides, v.dtype, v.device_type, v.device_index, v.readonly)
     return v.address, (*key, v.address % ALIGNMENT), v.owner
 
@@ -133,11 +134,11 @@ def _is_jax(obj: Any) -> bool:
 
 # --- Which producer -----------------------------------------------------------------------------
 
-_Handlers = tuple[str, Callable[[Any], Probe] | None, Callable[[Any], TensorView]]
-_TORCH: _Handlers = ("torch", None, _view_torch)  # probe_all reads these in line
-_NUMPY: _Handlers = ("numpy", _probe_numpy, _view_numpy)
-_CUPY: _Handlers = ("cupy", _probe_cupy, _view_cupy)
-_DLPACK: _Handlers = ("dlpack", _probe_dlpack, _view_dlpack)
+_Handlers = tuple[Callable[..., Probe] | None, Callable[[Any], TensorView]]
+_TORCH: _Handlers = (None, _view_torch)  # probe_all reads these in line
+_NUMPY: _Handlers = (_probe_numpy, _view_numpy)
+_CUPY: _Handlers = (_probe_cupy, _view_cupy)
+_DLPACK: _Handlers = (_probe_dlpack, _view_dlpack)
 
 _by_type: dict[type, _Handlers] = {}
 
@@ -162,7 +163,7 @@ def _resolve(cls: type) -> _Handlers | None:
 
 
 def handlers(obj: Any) -> _Handlers:
-    """Return (framework, probe, view) for a tensor's class; PyTorch's has no probe.
+    """Return (probe, view) for a tensor's class; PyTorch's has no probe.
 
     Raises:
         TypeError: the object is no tensor; the text is the class's name only, for the caller to
@@ -236,26 +237,18 @@ def probe_all(
             add_address(0)
             signature.append("number")
         else:
-            probe = handlers(value)[1]
+            probe, _ = handlers(value)
             if probe is None:
-                return probe_all(
-                    values, stream
-                )  # the first of its class: known as PyTorch's from now on
+                # The first of its class: known as PyTorch's from now on.
+                return probe_all(values, stream)
             if probe is _probe_dlpack:
-                address, layout, owner = _probe_dlpack(value, _export_stream(value, values, stream))
+                address, layout, owner = probe(value, stream, values)
             else:
                 address, layout, owner = probe(value)
             add_address(address)
             signature.append(layout)
             owners.append(owner)
     return addresses, signature, owners
-
-
-def _export_stream(value: Any, values: tuple[Any, ...], stream: int | None) -> int | None:
-    device_type, index = value.__dlpack_device__()
-    if stream is not None or int(device_type) not in dlpack.CUDA_DEVICES:
-        return stream
-    return streams.current_of(_stream_framework(values), int(index))()
 
 
 def probe_six_torch(
@@ -330,7 +323,8 @@ def view(obj: Any, name: str) -> TensorView:
         TypeError: not a tensor, or one whose export fails; the text begins with ``name``.
     """
     try:
-        return handlers(obj)[2](obj)
+        _, describe = handlers(obj)
+        return describe(obj)
     except TypeError as error:
         raise TypeError(
             f"{name}: expected a tensor (PyTorch, CuPy, NumPy, JAX or DLPack), got "

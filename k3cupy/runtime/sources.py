@@ -165,7 +165,6 @@ def _closure(folder: Path, name: str) -> dict[Path, str]:
         for included in _INCLUDE.findall(files[path]):
             beside = path.parent / included
             found = beside if beside.is_file() else folder / included
-            pending.append(
-                Path(os.path.normpath(found))
-            )  # links stay links: a folder may hold some
+            # Links stay links: a folder may hold some.
+            pending.append(Path(os.path.normpath(found)))
     return files

@@ -102,6 +102,11 @@ def include_directory() -> str:
     return str(found)
 
 
+def release(number: int) -> tuple[int, int]:
+    """Return the CUDA release behind the number that headers and driver use: 13000 is (13, 0)."""
+    return number // 1000, number % 1000 // 10
+
+
 @functools.cache
 def header_version() -> tuple[int, int] | None:
     """Return the CUDA release that the headers belong to, or None where they do not say."""
@@ -111,8 +116,7 @@ def header_version() -> tuple[int, int] | None:
             text = path.read_text(encoding="utf-8", errors="replace")
             match = re.search(r"#define\s+(?:CUDART_VERSION|CUDA_VERSION)\s+(\d+)", text)
             if match:
-                number = int(match.group(1))
-                return number // 1000, number % 1000 // 10
+                return release(int(match.group(1)))
     return None
 
 
