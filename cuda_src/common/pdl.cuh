@@ -13,8 +13,10 @@ __device__ __forceinline__ void wait_for_predecessor(const void* address0, const
 #endif
 }
 
-// Lets the consumer's blocks be scheduled. One thread's call counts for its whole block, so call it
-// only behind a block barrier that follows the block's last store.
+// Lets the consumer's blocks be scheduled; one thread's call counts for its whole block. A consumer
+// that waits for its predecessor before it touches what we write may be released at any time, and
+// gains by being released early. One that relies on our end without waiting needs the call behind a
+// block barrier that follows the block's last store.
 __device__ __forceinline__ void release_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -1,0 +1,120 @@
+// Asynchronous 16-byte copies into shared memory, and the barriers on which their arrival is seen.
+//
+// Rows lie in shared memory as they do in global memory, but the 16-byte chunks of row r stand at
+// places chunk ^ (r % 8): then eight rows of one chunk, which a tensor-core load fetches together,
+// touch all banks. Padding the rows instead would do that too, and would let the copy engine fetch a
+// row with one instruction; it was measured, and rows that start off a multiple of 128 bytes halve
+// what the engine delivers.
+#pragma once
+
+namespace k3cupy {
+
+constexpr int kCopyBytes = 16;
+constexpr int kSwizzleRows = 8;
+
+__device__ __forceinline__ unsigned int shared_address(const void* pointer) {
+  return static_cast<unsigned int>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ unsigned int swizzled(unsigned int chunk, unsigned int row) {
+  return (chunk ^ (row % kSwizzleRows)) * kCopyBytes;
+}
+
+__device__ __forceinline__ void copy_chunk_async(unsigned int target, const void* source) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(target), "l"(source)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_shared(unsigned int target, unsigned short value) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(target), "h"(value) : "memory");
+}
+
+__device__ __forceinline__ void init_barrier(unsigned int barrier, unsigned int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void arrive(unsigned int barrier) {
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier)
+               : "memory");
+}
+
+// Arrives once every asynchronous copy that this thread issued so far is done.
+__device__ __forceinline__ void arrive_after_copies(unsigned int barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// Waits for the end of the barrier's phase of this parity.
+__device__ __forceinline__ void wait_barrier(unsigned int barrier, unsigned int parity) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "AGAIN: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+      "  @!done bra AGAIN; }" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+#else
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "AGAIN: mbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n"
+      "  @!done bra AGAIN; }" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+#endif
+}
+
+// A ring of stages: the barriers say when one is full and when it is empty again. `position` counts
+// stages through the ring; its parity flips on each round.
+struct RingPosition {
+  unsigned int stage = 0;
+  unsigned int parity = 0;
+
+  template <int kStages>
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// Copies up to kRows rows of kRowElements 16-bit values, kThreads threads together, swizzled. Only
+// `rows` rows and `bytes` bytes of each are read.
+template <int kRows, int kRowElements, int kThreads>
+__device__ __forceinline__ void copy_rows_async(unsigned int target, const char* source,
+                                                long long stride, unsigned int rows,
+                                                unsigned int bytes, unsigned int thread) {
+  constexpr unsigned int kRowBytes = 2 * kRowElements;
+  constexpr unsigned int kRowChunks = kRowBytes / kCopyBytes;
+  if constexpr (kRowChunks <= kThreads) {
+    constexpr unsigned int kRowsAtOnce = kThreads / kRowChunks;
+    static_assert(kRowsAtOnce * kRowChunks == kThreads, "a thread stays in its column");
+    const unsigned int first = thread / kRowChunks;
+    const unsigned int chunk = thread % kRowChunks;
+    const bool inside = chunk * kCopyBytes < bytes;
+    source += first * stride + chunk * kCopyBytes;
+#pragma unroll
+    for (unsigned int i = 0; i < kRows; i += kRowsAtOnce) {
+      const unsigned int row = first + i;
+      if (inside && row < rows) {
+        copy_chunk_async(target + row * kRowBytes + swizzled(chunk, row), source);
+      }
+      source += kRowsAtOnce * stride;
+    }
+  } else {
+    static_assert(kRowChunks % kThreads == 0, "the threads walk a row in whole steps");
+#pragma unroll
+    for (unsigned int row = 0; row < kRows; ++row) {
+#pragma unroll
+      for (unsigned int first = 0; first < kRowChunks; first += kThreads) {
+        const unsigned int chunk = first + thread;
+        if (chunk * kCopyBytes < bytes && row < rows) {
+          copy_chunk_async(target + row * kRowBytes + swizzled(chunk, row),
+                           source + chunk * kCopyBytes);
+        }
+      }
+      source += stride;
+    }
+  }
+}
+
+}  // namespace k3cupy

@@ -1,0 +1,276 @@
+// The fused-A GEMM: out[m, n] = sum over k of x[m, k] * weight[n, k], for few tokens m.
+//
+// With at most 64 tokens every weight is used a handful of times, so the time is that of reading the
+// weight once, at the speed of memory. Everything serves that stream:
+//   - All blocks are resident at once and each streams an equal share of the weight: there is no
+//     second, half-empty wave. A block owns kTileN rows of the weight, or 1 / kSplitK of their
+//     columns, the blocks of a cluster sharing the rows; the host picks the tile for that.
+//   - Copy warps keep a deep ring of weight tiles in flight, other copy warps a ring of the same
+//     columns of x. Math warps never load from global memory. The rings are apart, because x comes
+//     from L2 and needs few stages, and each byte of shared memory that x does not take is a byte of
+//     the weight in flight.
+//   - Under programmatic dependent launch the weight does not wait for the predecessor where the
+//     caller promised that it is older (kWeightIsStatic): while the predecessor ends, the ring
+//     fills. Dependents are released at the start, so that their rings fill while this kernel ends;
+//     they wait for our end before they read what we write.
+//   - Tokens are the narrow side of the tensor-core product (8), weight rows the wide one (16), so
+//     that few tokens waste little.
+//
+// The sum of an element is taken in one fixed order: math warp kWarpsK-th by kWarpsK-th step of 16,
+// then over the warps, then over the blocks of the cluster. It does not depend on the number of
+// tokens, nor on tile_m, tile_n, tile_k or the depth of the rings.
+
+#include <cuda_bf16.h>
+
+#include "common/cluster.cuh"
+#include "common/mma.cuh"
+#include "common/pdl.cuh"
+#include "common/pipeline.cuh"
+
+namespace k3cupy {
+
+constexpr int kMmaRows = 16;
+constexpr int kMmaTokens = 8;
+constexpr int kMmaK = 16;
+constexpr int kBarrierBytes = 8;
+
+// Shared memory: barriers, then the rings, over which the warps' partial sums are laid once the rings
+// are done with, then what the other blocks of the cluster send. The host computes the same sizes.
+template <int kTileM, int kTileN, int kTileK, int kStages, int kStagesX, int kWarpsK, int kSplitK>
+struct SharedLayout {
+  static constexpr int kRowBytes = 2 * kTileK;
+  static constexpr int kWeightStage = kTileN * kRowBytes;
+  static constexpr int kXStage = kTileM * kRowBytes;
+  static constexpr int kSumPitch = kTileN + 4;  // the four tokens of a store then hit other banks
+  static constexpr int kWarpSums = kTileM * kSumPitch;
+  static constexpr int kBarriers = 2 * kBarrierBytes * (kStages + kStagesX);
+  static constexpr int kWeightRing = (kBarriers + 127) / 128 * 128;
+  static constexpr int kXRing = kWeightRing + kStages * kWeightStage;
+  static constexpr int kRingsEnd = kXRing + kStagesX * kXStage;
+  static constexpr int kSums = kWeightRing;
+  static constexpr int kSumsEnd = kSums + 4 * kWarpsK * kWarpSums;
+  static constexpr int kInbox = kRingsEnd > kSumsEnd ? kRingsEnd : kSumsEnd;
+};
+
+template <int kTileM, int kTileN, int kTileK, int kStages, int kStagesX, int kWarpsK, int kWarpsN,
+          int kSplitK, int kCopyWarps, bool kPacked, bool kAlignedX, bool kWeightIsStatic>
+__global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
+    fused_a_gemm(const __nv_bfloat16* weight, unsigned int n, unsigned int k,
+                 const __nv_bfloat16* x, unsigned int num_tokens, long long x_row_stride,
+                 __nv_bfloat16* out, long long out_row_stride) {
+  using Layout = SharedLayout<kTileM, kTileN, kTileK, kStages, kStagesX, kWarpsK, kSplitK>;
+  constexpr int kMathWarps = kWarpsK * kWarpsN;
+  constexpr int kThreads = 32 * (kMathWarps + 2 * kCopyWarps);
+  constexpr int kCopyThreads = 32 * kCopyWarps;
+  constexpr int kRowTiles = kTileN / kMmaRows / kWarpsN;
+  constexpr int kTokenTiles = kTileM / kMmaTokens;
+  constexpr int kSteps = kTileK / kMmaK / kWarpsK;
+  static_assert(kRowTiles * kMmaRows * kWarpsN == kTileN, "warps share the rows evenly");
+  static_assert(kSteps * kMmaK * kWarpsK == kTileK, "warps share a stage evenly");
+  static_assert(kTokenTiles == 1 || kTokenTiles % 2 == 0, "tokens are loaded in pairs of tiles");
+  static_assert(kTileN % kSplitK == 0, "blocks of a cluster share the output rows evenly");
+  static_assert(kTileK >= 64, "a row has the eight chunks of the swizzle");
+
+  extern __shared__ __align__(128) char shared[];
+  const unsigned int base = shared_address(shared);
+  const unsigned int weight_full = base;
+  const unsigned int weight_empty = weight_full + kBarrierBytes * kStages;
+  const unsigned int x_full = weight_empty + kBarrierBytes * kStages;
+  const unsigned int x_empty = x_full + kBarrierBytes * kStagesX;
+  const unsigned int weight_ring = base + Layout::kWeightRing;
+  const unsigned int x_ring = base + Layout::kXRing;
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+
+  // This block's rows and columns. Columns are shared in units of one step of all warps.
+  const unsigned int rank = blockIdx.x % kSplitK;
+  const unsigned int first_row = blockIdx.x / kSplitK * kTileN;
+  const unsigned int rows = min(n - first_row, static_cast<unsigned int>(kTileN));
+  constexpr unsigned int kUnit = kMmaK * kWarpsK;
+  const unsigned int units = (k + kUnit - 1) / kUnit;
+  const unsigned int k_begin = rank * units / kSplitK * kUnit;
+  const unsigned int k_end = min((rank + 1) * units / kSplitK * kUnit, k);
+  const unsigned int stages = (k_end - k_begin + kTileK - 1) / kTileK;
+  const auto stage_bytes = [&](unsigned int i) {
+    return 2 * min(k_end - k_begin - i * kTileK, static_cast<unsigned int>(kTileK));
+  };
+
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (int s = 0; s < kStages; ++s) {
+      init_barrier(weight_full + kBarrierBytes * s, kCopyThreads);
+      init_barrier(weight_empty + kBarrierBytes * s, kMathWarps);
+    }
+#pragma unroll
+    for (int s = 0; s < kStagesX; ++s) {
+      init_barrier(x_full + kBarrierBytes * s, kCopyThreads);
+      init_barrier(x_empty + kBarrierBytes * s, kMathWarps);
+    }
+  }
+  __syncthreads();
+  if constexpr (kSplitK > 1) cluster_arrive_relaxed();
+  release_dependents();
+
+  float sum[kRowTiles][kTokenTiles][4] = {};
+  if (warp < kMathWarps) {
+    const int warp_k = warp / kWarpsN;
+    const int warp_n = warp % kWarpsN;
+    const unsigned int weight_row = (warp_n * kRowTiles * kMmaRows + lane % 16) * Layout::kRowBytes;
+    const unsigned int weight_chunk = lane / 16;
+    const unsigned int x_row =
+        (kTokenTiles == 1 ? lane % 8 : lane % 8 + lane / 16 * 8) * Layout::kRowBytes;
+    const unsigned int x_chunk = lane / 8 % 2;
+    const unsigned int turn = lane % kSwizzleRows;
+
+    RingPosition at_weight;
+    RingPosition at_x;
+    for (unsigned int i = 0; i < stages; ++i) {
+      const unsigned int weight_stage = weight_ring + at_weight.stage * Layout::kWeightStage;
+      const unsigned int x_stage = x_ring + at_x.stage * Layout::kXStage;
+      wait_barrier(weight_full + kBarrierBytes * at_weight.stage, at_weight.parity);
+      wait_barrier(x_full + kBarrierBytes * at_x.stage, at_x.parity);
+      const auto multiply_step = [&](unsigned int step) {
+        const unsigned int chunk = step * (kMmaK * 2 / kCopyBytes);
+        unsigned int tokens[kTokenTiles][2];
+        if constexpr (kTokenTiles == 1) {
+          load_matrices(tokens[0], x_stage + x_row + swizzled(chunk + x_chunk, turn));
+        } else {
+#pragma unroll
+          for (int j = 0; j < kTokenTiles; j += 2) {
+            unsigned int pair[4];
+            load_matrices(pair, x_stage + x_row + j * kMmaTokens * Layout::kRowBytes +
+                                    swizzled(chunk + x_chunk, turn));
+            tokens[j][0] = pair[0];
+            tokens[j][1] = pair[1];
+            tokens[j + 1][0] = pair[2];
+            tokens[j + 1][1] = pair[3];
+          }
+        }
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+          unsigned int weights[4];
+          load_matrices(weights, weight_stage + weight_row + r * kMmaRows * Layout::kRowBytes +
+                                     swizzled(chunk + weight_chunk, turn));
+#pragma unroll
+          for (int j = 0; j < kTokenTiles; ++j) {
+            multiply_add(sum[r][j], weights, tokens[j][0], tokens[j][1]);
+          }
+        }
+      };
+      const unsigned int steps = stage_bytes(i) / (2 * kMmaK);
+      if (steps == kTileK / kMmaK) {
+#pragma unroll
+        for (int j = 0; j < kSteps; ++j) multiply_step(j * kWarpsK + warp_k);
+      } else {
+        for (unsigned int step = warp_k; step < steps; step += kWarpsK) multiply_step(step);
+      }
+      __syncwarp();
+      if (lane == 0) {
+        arrive(weight_empty + kBarrierBytes * at_weight.stage);
+        arrive(x_empty + kBarrierBytes * at_x.stage);
+      }
+      at_weight.advance<kStages>();
+      at_x.advance<kStagesX>();
+    }
+  } else if (warp < kMathWarps + kCopyWarps) {
+    const unsigned int thread = threadIdx.x - 32 * kMathWarps;
+    const char* source =
+        reinterpret_cast<const char*>(weight + static_cast<long long>(first_row) * k + k_begin);
+    if constexpr (!kWeightIsStatic) wait_for_predecessor(source, source);
+    RingPosition at;
+    for (unsigned int i = 0; i < stages; ++i) {
+      // The first round finds every stage empty: a fresh barrier's previous phase counts as over.
+      wait_barrier(weight_empty + kBarrierBytes * at.stage, at.parity ^ 1);
+      copy_rows_async<kTileN, kTileK, kCopyThreads>(weight_ring + at.stage * Layout::kWeightStage,
+                                                    source + 2LL * i * kTileK, 2LL * k, rows,
+                                                    stage_bytes(i), thread);
+      arrive_after_copies(weight_full + kBarrierBytes * at.stage);
+      at.advance<kStages>();
+    }
+  } else {
+    const unsigned int thread = threadIdx.x - 32 * (kMathWarps + kCopyWarps);
+    const long long row_stride = kPacked ? k : x_row_stride;
+    wait_for_predecessor(x, out);
+    RingPosition at;
+    for (unsigned int i = 0; i < stages; ++i) {
+      wait_barrier(x_empty + kBarrierBytes * at.stage, at.parity ^ 1);
+      const unsigned int target = x_ring + at.stage * Layout::kXStage;
+      const __nv_bfloat16* source = x + k_begin + i * kTileK;
+      if constexpr (kAlignedX) {
+        copy_rows_async<kTileM, kTileK, kCopyThreads>(target, reinterpret_cast<const char*>(source),
+                                                      2 * row_stride, num_tokens, stage_bytes(i),
+                                                      thread);
+        arrive_after_copies(x_full + kBarrierBytes * at.stage);
+      } else {
+        const unsigned int values = stage_bytes(i) / 2;
+        for (unsigned int row = 0; row < num_tokens; ++row) {
+          for (unsigned int c = thread; c < values; c += kCopyThreads) {
+            store_shared(target + row * Layout::kRowBytes + swizzled(c / 8, row) + 2 * (c % 8),
+                         __bfloat16_as_ushort(source[row * row_stride + c]));
+          }
+        }
+        arrive(x_full + kBarrierBytes * at.stage);
+      }
+      at.advance<kStagesX>();
+    }
+  }
+
+  __syncthreads();  // the rings are done with
+  float* sums = reinterpret_cast<float*>(shared + Layout::kSums);
+  if (warp < kMathWarps) {
+    float* own = sums + warp / kWarpsN * Layout::kWarpSums;
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+      for (int j = 0; j < kTokenTiles; ++j) {
+        const int row = (warp % kWarpsN * kRowTiles + r) * kMmaRows + lane / 4;
+        const int token = j * kMmaTokens + lane % 4 * 2;
+        own[token * Layout::kSumPitch + row] = sum[r][j][0];
+        own[(token + 1) * Layout::kSumPitch + row] = sum[r][j][1];
+        own[token * Layout::kSumPitch + row + 8] = sum[r][j][2];
+        own[(token + 1) * Layout::kSumPitch + row + 8] = sum[r][j][3];
+      }
+    }
+  }
+  __syncthreads();
+  const auto sum_of_warps = [&](unsigned int token, unsigned int row) {
+    float total = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kWarpsK; ++w) {
+      total += sums[w * Layout::kWarpSums + token * Layout::kSumPitch + row];
+    }
+    return total;
+  };
+  const auto store = [&](unsigned int token, unsigned int row, float total) {
+    if (row < rows) out[token * out_row_stride + first_row + row] = __float2bfloat16(total);
+  };
+  if constexpr (kSplitK == 1) {
+    for (unsigned int i = threadIdx.x; i < num_tokens * kTileN; i += kThreads) {
+      store(i / kTileN, i % kTileN, sum_of_warps(i / kTileN, i % kTileN));
+    }
+  } else {
+    // Block `rank` of the cluster finishes rows rank * kOwned and following; all send it their sums.
+    constexpr unsigned int kOwned = kTileN / kSplitK;
+    float* inbox = reinterpret_cast<float*>(shared + Layout::kInbox);
+    cluster_wait();  // every block of the cluster has begun, so its shared memory may be written
+    for (unsigned int i = threadIdx.x; i < num_tokens * kTileN; i += kThreads) {
+      const unsigned int token = i / kTileN;
+      const unsigned int row = i % kTileN;
+      const float* place = inbox + (rank * kTileM + token) * kOwned + row % kOwned;
+      store_to_rank(shared_address(place), row / kOwned, sum_of_warps(token, row));
+    }
+    cluster_arrive();
+    cluster_wait();
+    for (unsigned int i = threadIdx.x; i < num_tokens * kOwned; i += kThreads) {
+      const unsigned int token = i / kOwned;
+      float total = 0.0f;
+#pragma unroll
+      for (unsigned int r = 0; r < kSplitK; ++r) {
+        total += inbox[(r * kTileM + token) * kOwned + i % kOwned];
+      }
+      store(token, rank * kOwned + i % kOwned, total);
+    }
+  }
+}
+
+}  // namespace k3cupy

@@ -1,0 +1,177 @@
+"""Instances of the fused-A GEMM: what a call decides, what is tuned, and what is valid."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from k3cupy.runtime.devices import DeviceInfo
+from k3cupy.runtime.instances import Instance
+
+SOURCE = "fused_a_gemm.cu"
+
+MAX_TOKENS = 64
+"""The most rows of x that one launch takes."""
+
+K_MULTIPLE = 16
+"""K is a multiple of this: one step of the tensor cores."""
+
+_MMA_ROWS, _MMA_TOKENS, _MMA_K = 16, 8, 16
+_SUM_PADDING = 4
+_MAX_THREADS = 1024
+_REGISTERS_PER_SM = 65536
+_MAX_REGISTERS = 255
+_REGISTERS_BESIDE_SUMS = 80
+"""What a math warp needs for addresses and operands, so that its sums do not spill."""
+
+_MAX_CLUSTER = 8
+_RESERVED_SHARED = 1024
+"""Bytes of a multiprocessor's shared memory that the system keeps for each resident block."""
+
+
+@dataclass(frozen=True)
+class FusedAGemmVariant:
+    """The part of an instance that the call's arguments decide.
+
+    Attributes:
+        packed: the rows of x follow one another, so that their stride is K.
+        aligned_x: every row of x begins at a multiple of 16 bytes; else x is read element by
+            element.
+        weight_is_static: the promise that the weight is older than the preceding kernel.
+    """
+
+    packed: bool = True
+    aligned_x: bool = True
+    weight_is_static: bool = False
+
+
+@dataclass(frozen=True)
+class FusedAGemmConfig:
+    """How the product is cut into blocks, warps and stages.
+
+    Attributes:
+        tile_m: tokens that a block computes, at least those of the call: 8, or a multiple of 16.
+        tile_n: rows of the weight (columns of the output) a block.
+        tile_k: columns of a stage.
+        stages: stages of the weight's ring in shared memory.
+        stages_x: stages of the ring of x.
+        warps_k: math warps that share the columns of a stage.
+        warps_n: math warps that share the rows of a tile.
+        split_k: blocks of a cluster that share the columns of a tile; above 1 from sm_90 on.
+        copy_warps: warps that copy the weight, and as many that copy x.
+    """
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    stages: int
+    stages_x: int
+    warps_k: int
+    warps_n: int
+    split_k: int
+    copy_warps: int
+
+    @property
+    def block_size(self) -> int:
+        """Threads a block."""
+        return 32 * (self.warps_k * self.warps_n + 2 * self.copy_warps)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory a block, as ``SharedLayout`` in the source lays it out."""
+        row_bytes = 2 * self.tile_k
+        rings = row_bytes * (self.stages * self.tile_n + self.stages_x * self.tile_m)
+        sums = 4 * self.warps_k * self.tile_m * (self.tile_n + _SUM_PADDING)
+        barriers = -(-16 * (self.stages + self.stages_x) // 128) * 128
+        inbox = 4 * self.tile_m * self.tile_n if self.split_k > 1 else 0
+        return barriers + max(rings, sums) + inbox
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """What decides the order of a sum: equal orders give equal bits, whatever else differs."""
+        return self.warps_k, self.split_k
+
+    def is_valid(self, device: DeviceInfo | None = None) -> bool:
+        """Return whether the kernel can be compiled with these numbers and run on a GPU.
+
+        Args:
+            device: the GPU; without it only what holds on every GPU is looked at.
+        """
+        rows_of_warp = self.tile_n // (_MMA_ROWS * max(self.warps_n, 1))
+        return (
+            self._is_well_formed()
+            and self._copies_fit()
+            and self.block_size <= _MAX_THREADS
+            and self._sums(rows_of_warp) + _REGISTERS_BESIDE_SUMS <= self._registers()
+            and (
+                device is None
+                or (
+                    self.shared_bytes <= device.shared_memory_optin
+                    and (self.split_k == 1 or device.compute_capability >= (9, 0))
+                )
+            )
+        )
+
+    def _is_well_formed(self) -> bool:
+        tokens = self.tile_m == _MMA_TOKENS or self.tile_m % (2 * _MMA_TOKENS) == 0
+        return (
+            min(self.stages, self.stages_x) >= 2
+            and min(self.warps_k, self.warps_n, self.split_k, self.copy_warps) >= 1
+            and tokens
+            and 0 < self.tile_m <= MAX_TOKENS
+            and self.tile_n > 0
+            and self.tile_n % (_MMA_ROWS * self.warps_n) == 0
+            and self.tile_n % self.split_k == 0
+            and self.split_k <= _MAX_CLUSTER
+            and self.tile_k >= 64
+            and self.tile_k % (_MMA_K * self.warps_k) == 0
+        )
+
+    def _copies_fit(self) -> bool:
+        chunks, threads = self.tile_k // 8, 32 * self.copy_warps
+        return threads % chunks == 0 if chunks <= threads else chunks % threads == 0
+
+    def _sums(self, rows_of_warp: int) -> int:
+        return rows_of_warp * (self.tile_m // _MMA_TOKENS) * 4
+
+    def _registers(self) -> int:
+        return min(_REGISTERS_PER_SM // self.block_size // 8 * 8, _MAX_REGISTERS)
+
+    def blocks(self, n: int) -> int:
+        """Return how many blocks compute N output columns."""
+        return -(-n // self.tile_n) * self.split_k
+
+    def blocks_per_sm(self, device: DeviceInfo) -> int:
+        """Return how many blocks fit a multiprocessor by their shared memory and threads."""
+        by_memory = (device.shared_memory_optin + _RESERVED_SHARED) // (
+            self.shared_bytes + _RESERVED_SHARED
+        )
+        return min(by_memory, 2048 // self.block_size)
+
+    def name_expression(self, variant: FusedAGemmVariant) -> str:
+        """Return the C++ name of the instance."""
+        numbers = (
+            self.tile_m,
+            self.tile_n,
+            self.tile_k,
+            self.stages,
+            self.stages_x,
+            self.warps_k,
+            self.warps_n,
+            self.split_k,
+            self.copy_warps,
+        )
+        flags = (variant.packed, variant.aligned_x, variant.weight_is_static)
+        arguments = [*map(str, numbers), *("true" if flag else "false" for flag in flags)]
+        return f"k3cupy::fused_a_gemm<{', '.join(arguments)}>"
+
+    def instance(self, variant: FusedAGemmVariant) -> Instance:
+        """Return what ``runtime.instances`` compiles."""
+        return Instance(SOURCE, self.name_expression(variant))
+
+    def __str__(self) -> str:
+        """For people: ``tile 8x16x512, 8+8 stages, 8x1 warps, split 1, 4 copy warps``."""
+        return (
+            f"tile {self.tile_m}x{self.tile_n}x{self.tile_k}, {self.stages}+{self.stages_x} "
+            f"stages, {self.warps_k}x{self.warps_n} warps, split {self.split_k}, "
+            f"{self.copy_warps} copy warps"
+        )
