@@ -13,6 +13,11 @@ namespace k3cupy {
 
 constexpr float kFp8E4m3Max = 448.0f;
 
+// A scale is a device pointer, or a value where the caller gave a number.
+__device__ __forceinline__ float load_scale(const float* pointer, float value) {
+  return pointer != nullptr ? *pointer : value;
+}
+
 // Two codes, `low` in the lower byte.
 __device__ __forceinline__ unsigned int to_e4m3x2(float low, float high) {
 #if __CUDA_ARCH__ >= 890
@@ -31,6 +36,23 @@ __device__ __forceinline__ uint2 to_e4m3(const float (&value)[kChunkElements], f
     pair[i] = to_e4m3x2(multiply(value[2 * i], scale_inv), multiply(value[2 * i + 1], scale_inv));
   }
   return make_uint2(pair[0] | (pair[1] << 16), pair[2] | (pair[3] << 16));
+}
+
+// Eight values as a framework casts them: no scale, and NaN keeps its sign (0x7f or 0xff), which is
+// taken from the 16-bit values; every other code has it already.
+template <typename T>
+__device__ __forceinline__ uint2 cast_e4m3(const Chunk& chunk) {
+  float value[kChunkElements];
+  widen<T>(chunk, value);
+  unsigned int codes[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float* part = value + 4 * i;
+    const unsigned int signs = __byte_perm(chunk.word[2 * i], chunk.word[2 * i + 1], 0x7531);
+    codes[i] =
+        to_e4m3x2(part[0], part[1]) | (to_e4m3x2(part[2], part[3]) << 16) | (signs & 0x80808080u);
+  }
+  return make_uint2(codes[0], codes[1]);
 }
 
 }  // namespace k3cupy
