@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kThreads,
     if (map.row >= num_query_rows) return;
     Chunk chunk[kChunksPerThread];
     load_row<kVector>(chunk, map, nope_row, rope_row);
-    const float scale_inv = kQueryFp8 ? load_scale(q_scale_inv, q_scale_value) : 1.0f;
+    const float scale_inv = kQueryFp8 ? CastScale{q_scale_inv, q_scale_value}.load() : 1.0f;
     const bool turns = kRope && (kSplit != 0 || map.first >= kNopeChunks);
     const float* table_row = turns ? table.row_of(token) : nullptr;
     constexpr int kRowBytes = kLatentDim * (kQueryFp8 ? 1 : 2);

@@ -38,25 +38,18 @@ struct PagedCache {
   }
 };
 
-// The scale of an fp8 cache: a device pointer, or a value where the caller gave a number.
-struct CacheScale {
-  const float* pointer;
-  float value;
-};
-
 template <typename T, CacheFormat kFormat, bool kRope, bool kVector>
 __device__ __forceinline__ void insert_row(unsigned int token, const char* nope_row,
                                            const char* rope_row, const SlotMapping& slots,
-                                           const PagedCache<kVector>& cache,
-                                           const CacheScale& scale, const RopeTable& table) {
+                                           const PagedCache<kVector>& cache, const CastScale& scale,
+                                           const RopeTable& table) {
   const RowChunks map = {token, static_cast<int>(threadIdx.x % 32), 32};
   Chunk chunk[kWarpChunks];
   load_row<kVector>(chunk, map, nope_row, rope_row);
   const Index own(slots.base + token * slots.stride, slots.is_wide);
   const unsigned int next = token + 1 + threadIdx.x % 32;
   const LaterSlots later(next, slots.base, slots.stride, slots.num_tokens);
-  const float scale_inv =
-      kFormat == CacheFormat::kFp8 ? load_scale(scale.pointer, scale.value) : 1.0f;
+  const float scale_inv = kFormat == CacheFormat::kFp8 ? scale.load() : 1.0f;
   const float* table_row = kRope ? table.row_of(token) : nullptr;
   const long long slot = own.value(slots.is_wide);
   const unsigned int slot_low = static_cast<unsigned int>(slot);
@@ -86,13 +79,12 @@ __device__ __forceinline__ void insert_rows(
     LastWriters& writers, unsigned int first, unsigned int count, const char* nope,
     typename StrideOf<kVector>::Type nope_stride, const char* rope,
     typename StrideOf<kVector>::Type rope_stride, const SlotMapping& slots,
-    const PagedCache<kVector>& cache, const CacheScale& scale, const RopeTable& table) {
+    const PagedCache<kVector>& cache, const CastScale& scale, const RopeTable& table) {
   constexpr unsigned int kWarps = kThreads / 32;
   constexpr unsigned int kRowsInFlight = 2;
   static_assert(kThreads % 32 == 0, "whole warps");
   writers.find<kThreads>(first, count, slots, cache.num_slots);
-  const float scale_inv =
-      kFormat == CacheFormat::kFp8 ? load_scale(scale.pointer, scale.value) : 1.0f;
+  const float scale_inv = kFormat == CacheFormat::kFp8 ? scale.load() : 1.0f;
   for (unsigned int i = threadIdx.x / 32; i < count; i += kRowsInFlight * kWarps) {
     Chunk chunk[kRowsInFlight][kWarpChunks];
     bool write[kRowsInFlight];

@@ -14,9 +14,12 @@ namespace k3cupy {
 constexpr float kFp8E4m3Max = 448.0f;
 
 // A scale is a device pointer, or a value where the caller gave a number.
-__device__ __forceinline__ float load_scale(const float* pointer, float value) {
-  return pointer != nullptr ? *pointer : value;
-}
+struct CastScale {
+  const float* pointer;
+  float value;
+
+  __device__ __forceinline__ float load() const { return pointer != nullptr ? *pointer : value; }
+};
 
 // Two codes, `low` in the lower byte.
 __device__ __forceinline__ unsigned int to_e4m3x2(float low, float high) {
