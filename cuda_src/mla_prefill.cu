@@ -294,7 +294,7 @@ __device__ __forceinline__ void quant_k_pe(unsigned int thread, unsigned int blo
 // The cache blocks. All threads of the block call it, and each waits for the predecessor.
 template <typename T, CacheFormat kFormat, bool kRope, bool kVector, int kThreads>
 __device__ __forceinline__ void insert_block(unsigned int tokens_per_block, const char* kv_c_normed,
-                                             typename StrideOf<kVector>::Type kv_c_stride,
+                                             typename StrideOf<kVector>::Type kv_c_normed_stride,
                                              const char* k_pe,
                                              typename StrideOf<kVector>::Type k_pe_stride,
                                              const SlotMapping& slots,
@@ -305,7 +305,7 @@ __device__ __forceinline__ void insert_block(unsigned int tokens_per_block, cons
   const unsigned int first = blockIdx.x * tokens_per_block;
   if (tokens_per_block == kWarps) {
     const unsigned int token = first + threadIdx.x / 32;
-    const char* nope_row = kv_c_normed + offset_of(token, kv_c_stride);
+    const char* nope_row = kv_c_normed + offset_of(token, kv_c_normed_stride);
     const char* rope_row = k_pe + offset_of(token, k_pe_stride);
     wait_for_predecessor(nope_row, rope_row);
     if (token >= slots.num_tokens) return;
@@ -314,8 +314,8 @@ __device__ __forceinline__ void insert_block(unsigned int tokens_per_block, cons
     wait_for_predecessor(kv_c_normed, slots.base);
     const unsigned int left = slots.num_tokens - first;
     insert_rows<T, kFormat, kRope, kVector, kThreads>(
-        writers, first, left < tokens_per_block ? left : tokens_per_block, kv_c_normed, kv_c_stride,
-        k_pe, k_pe_stride, slots, cache, scale, table);
+        writers, first, left < tokens_per_block ? left : tokens_per_block, kv_c_normed,
+        kv_c_normed_stride, k_pe, k_pe_stride, slots, cache, scale, table);
   }
 }
 
@@ -334,7 +334,7 @@ __global__ void __launch_bounds__(kTasks*(kCopyWidth + (kRope ? kCopyRope : 0)))
                    long long position_stride, long long table_stride, long long max_position,
                    //
                    const char* kv_c_normed, const char* slot_mapping, char* kv_cache,
-                   typename StrideOf<kVector>::Type kv_c_stride,
+                   typename StrideOf<kVector>::Type kv_c_normed_stride,
                    typename StrideOf<kVector>::Type cache_block_stride,
                    typename StrideOf<kVector>::Type cache_token_stride,
                    unsigned int tokens_per_block, unsigned int num_tokens, unsigned int num_slots,
@@ -350,7 +350,7 @@ __global__ void __launch_bounds__(kTasks*(kCopyWidth + (kRope ? kCopyRope : 0)))
                            cos_sin_cache, table_stride,     max_position};
   if (blockIdx.x < cache_blocks) {
     insert_block<T, kCache, kRope, kVector, kThreads>(
-        tokens_per_block, kv_c_normed, kv_c_stride, k_pe, k_pe_stride,
+        tokens_per_block, kv_c_normed, kv_c_normed_stride, k_pe, k_pe_stride,
         {slot_mapping, slot_stride, slot_is_wide, num_tokens},
         {kv_cache, cache_block_stride, cache_token_stride, num_slots, block_size, block_size_magic,
          block_size_shift},
@@ -392,7 +392,7 @@ __global__ void __launch_bounds__(kTasks * (2 * kQuantWidth + kQuantValue))
                   //
                   float cache_scale_value, const float* cache_scale_inv, const char* kv_c_normed,
                   const char* slot_mapping, char* kv_cache,
-                  typename StrideOf<kVector>::Type kv_c_stride,
+                  typename StrideOf<kVector>::Type kv_c_normed_stride,
                   typename StrideOf<kVector>::Type cache_block_stride,
                   typename StrideOf<kVector>::Type cache_token_stride,
                   unsigned int tokens_per_block, unsigned int num_tokens, unsigned int num_slots,
@@ -407,7 +407,7 @@ __global__ void __launch_bounds__(kTasks * (2 * kQuantWidth + kQuantValue))
                            cos_sin_cache, table_stride,     max_position};
   if (blockIdx.x < cache_blocks) {
     insert_block<T, CacheFormat::kFp8, kRope, kVector, kThreads>(
-        tokens_per_block, kv_c_normed, kv_c_stride, k_pe, k_pe_stride,
+        tokens_per_block, kv_c_normed, kv_c_normed_stride, k_pe, k_pe_stride,
         {slot_mapping, slot_stride, slot_is_wide, num_tokens},
         {kv_cache, cache_block_stride, cache_token_stride, num_slots, block_size, block_size_magic,
          block_size_shift},
