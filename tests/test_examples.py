@@ -31,19 +31,8 @@ CONTEXT_OPERATIONS = {
 FORMATS = ["bf16", "fp8", "fp8_ds_mla"]
 DECODE, PREFILL = "mla_decode_step", "mla_prefill_decode"
 SMALL = {
-    DECODE: "--tokens 3 --steps 2 --device cpu".split(),
-    PREFILL: [
-        "--prompts",
-        "2",
-        "--longest",
-        "9",
-        "--chunk",
-        "4",
-        "--steps",
-        "1",
-        "--device",
-        "cpu",
-    ],
+    DECODE: ["--tokens", "3", "--steps", "2", "--device", "cpu"],
+    PREFILL: ["--prompts", "2", "--longest", "9", "--chunk", "4", "--device", "cpu"],
 }
 both_demos = pytest.mark.parametrize("name", [DECODE, PREFILL])
 
