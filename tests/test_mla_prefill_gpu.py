@@ -114,7 +114,10 @@ def test_the_decision_is_readable(kind: str) -> None:
 
 # Huge tensors
 
+one_at_a_time = pytest.mark.xdist_group("huge tensors of prefill")
 
+
+@one_at_a_time
 @gibibytes(40)
 def test_outputs_of_more_than_2_31_elements(needs_memory: None) -> None:
     """131,072 tokens of 96 heads, made, run and compared on the GPU: all of k, samples of q8."""
@@ -145,6 +148,7 @@ def test_outputs_of_more_than_2_31_elements(needs_memory: None) -> None:
         sample.check_outputs((k8[part], v8[part]))
 
 
+@one_at_a_time
 @gibibytes(40)
 @pytest.mark.parametrize("kind", INSERTS)
 def test_inserting_131072_tokens_of_96_heads(kind: str, needs_memory: None) -> None:
