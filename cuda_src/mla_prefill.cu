@@ -44,6 +44,18 @@ constexpr int kQuantRope = kHeadRope / kPieceElements;
 constexpr int kQuantWidth = kQuantNope + kQuantRope;
 constexpr int kQuantValue = kHeadValue / kPieceElements;
 
+// Blocks of kThreads that a multiprocessor should hold: 1,024 threads keep the memory busy with up to
+// four heads each; with more heads each thread has more under way, and needs the registers for it.
+// The element-wise kernels hold more and smaller pieces.
+template <int kThreads, int kHeads, bool kVector>
+constexpr int kResidentBlocks = kVector ? (kHeads <= 4 ? 1024 : 512) / kThreads : 1;
+
+template <bool kRope, int kTasks>
+constexpr int kKeyConcatThreads = kTasks * (kCopyWidth + (kRope ? kCopyRope : 0));
+
+template <int kTasks>
+constexpr int kQkvQuantThreads = kTasks * (2 * kQuantWidth + kQuantValue);
+
 // The host's numbers about the tasks of a launch. A token's heads are `groups` tasks.
 struct TaskGrid {
   unsigned int num_tasks;
@@ -321,7 +333,9 @@ __device__ __forceinline__ void insert_block(unsigned int tokens_per_block, cons
 
 // Arguments stand in the order of their first use, those of a key block first. Strides are bytes.
 template <typename T, CacheFormat kCache, bool kRope, bool kVector, int kTasks, int kHeads>
-__global__ void __launch_bounds__(kTasks*(kCopyWidth + (kRope ? kCopyRope : 0)))
+__global__ void __launch_bounds__(
+    kKeyConcatThreads<kRope, kTasks>,
+    kResidentBlocks<kKeyConcatThreads<kRope, kTasks>, kHeads, kVector>)
     mla_key_concat(unsigned int cache_blocks, unsigned int num_tasks, unsigned int num_heads,
                    unsigned int groups, unsigned int groups_magic, unsigned int groups_shift,
                    //
@@ -345,7 +359,7 @@ __global__ void __launch_bounds__(kTasks*(kCopyWidth + (kRope ? kCopyRope : 0)))
   static_assert(kTasks % 8 == 0, "whole warps do one thing");
   constexpr unsigned int kNopeThreads = kTasks * kCopyNope;
   constexpr unsigned int kKeyThreads = kTasks * kCopyWidth;
-  constexpr int kThreads = kKeyThreads + (kRope ? kTasks * kCopyRope : 0);
+  constexpr int kThreads = kKeyConcatThreads<kRope, kTasks>;
   const RopeTable table = {positions,     position_is_wide, position_stride,
                            cos_sin_cache, table_stride,     max_position};
   if (blockIdx.x < cache_blocks) {
@@ -373,7 +387,8 @@ __global__ void __launch_bounds__(kTasks*(kCopyWidth + (kRope ? kCopyRope : 0)))
 }
 
 template <typename T, bool kRope, bool kVector, int kTasks, int kHeads>
-__global__ void __launch_bounds__(kTasks * (2 * kQuantWidth + kQuantValue))
+__global__ void __launch_bounds__(kQkvQuantThreads<kTasks>,
+                                  kResidentBlocks<kQkvQuantThreads<kTasks>, kHeads, kVector>)
     mla_qkv_quant(unsigned int cache_blocks, unsigned int num_tasks, unsigned int num_heads,
                   unsigned int groups, unsigned int groups_magic, unsigned int groups_shift,
                   //
@@ -402,7 +417,7 @@ __global__ void __launch_bounds__(kTasks * (2 * kQuantWidth + kQuantValue))
   constexpr unsigned int kNopeThreads = kTasks * kQuantNope;
   constexpr unsigned int kRopeThreads = kTasks * kQuantRope;
   constexpr unsigned int kValueThreads = kTasks * kQuantValue;
-  constexpr int kThreads = 2 * (kNopeThreads + kRopeThreads) + kValueThreads;
+  constexpr int kThreads = kQkvQuantThreads<kTasks>;
   const RopeTable table = {positions,     position_is_wide, position_stride,
                            cos_sin_cache, table_stride,     max_position};
   if (blockIdx.x < cache_blocks) {
