@@ -7,6 +7,7 @@
 #   BASE_PYTHON=python3.12   the interpreter that creates .venv (default: python3)
 #   TORCH_SPEC=torch==2.10.0 which PyTorch to install into .venv
 #   TORCH_INDEX=URL          one more package index for it, such as PyTorch's own CPU-only index
+#   BENCH=prefill            what `make bench` measures (default: decode)
 #   DEMO_ARGS, TEST_ARGS, BENCH_ARGS   passed on to the demo, to pytest and to the benchmark
 
 .DEFAULT_GOAL := help
@@ -15,6 +16,7 @@
 BASE_PYTHON ?= python3
 DEMO_ARGS ?=
 TEST_ARGS ?=
+BENCH ?= decode
 BENCH_ARGS ?=
 CUDA_SOURCES = $(shell find cuda_src -name '*.cu' -o -name '*.cuh')
 
@@ -75,8 +77,8 @@ format: $(DEV_ENV) ## Rewrite Python and CUDA sources in the project's style
 wheel: $(DEV_ENV) ## Build the wheel and the source archive into dist/
 	$(PY) -m build --no-isolation --outdir dist
 
-bench: $(RUN_ENV) ## Measure the decode epilogue on this machine's GPU
-	@$(PY) -m k3cupy bench decode $(BENCH_ARGS)
+bench: $(RUN_ENV) ## Measure on this machine's GPU: BENCH=decode, the default, or BENCH=prefill
+	@$(PY) -m k3cupy bench $(BENCH) $(BENCH_ARGS)
 
 clean: ## Remove .venv, build output and caches
 	rm -rf .venv build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis tests/.hypothesis

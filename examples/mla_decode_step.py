@@ -10,21 +10,30 @@ what the fused epilogue gains. Without a GPU the operation runs its CPU referenc
 numbers, no speed.
 
 `mla_layer.py`, beside this file, has the layers: read `FusedLayer.project` to see the call's
-arguments arise.
+arguments arise. `mla_prefill_decode.py` fills the cache by real prefill instead of random rows.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import click
 import torch
+from demo_tools import (
+    REPLAYS,
+    TOLERANCE,
+    all_agree,
+    capture,
+    choose_device,
+    describe,
+    median_us,
+    random_hidden,
+    relative_error,
+    show_error,
+)
 from mla_layer import (
-    HIDDEN_SIZE,
     LATENT_DIM,
     POISON_BYTE,
     CacheFormat,
@@ -42,16 +51,7 @@ from torch import Tensor
 
 import k3cupy
 
-# The largest relative error that any token may have: |fused - plain| / |plain| over its 7168
-# outputs. Both layers round at the same places, so they differ only where a sum in another order
-# tips a rounding: by 0.4% of a bf16 value, by 6% of an fp8 value, in few values of many. Seen with
-# every format, 1 to 64 tokens and the GEMMs of one side summed in another order: 0.5% at most
-# with bf16 and fp8_ds_mla, 0.9% with fp8. Twice that is allowed. A lost or misplaced row cannot
-# hide below: rows that nobody wrote are NaN. (Last-bit faults are for the tests, not for a demo.)
-TOLERANCE = 2e-2
-
 LONGEST_PAST = 256  # the random pasts have 1 to 256 tokens
-REPLAYS = 15  # timings are medians over this many graph replays
 
 
 @click.command()
@@ -107,25 +107,10 @@ def main(
     else:
         console.print("No times: the CPU path is the reference, made to be right, not fast.")
 
-    # "not (a <= b)" and not "a > b": NaN must fail too.
-    if not all(error <= TOLERANCE for error in errors):
+    if not all_agree(errors):
         console.print(f"FAILED: an error is above {TOLERANCE:g} or NaN.", style="bold red")
         ctx.exit(1)
     console.print(f"All outputs agree with plain PyTorch to {TOLERANCE:g}.", style="green")
-
-
-def choose_device(name: str | None) -> torch.device:
-    has_gpu = torch.cuda.is_available()
-    if name == "cuda" and not has_gpu:
-        raise click.BadParameter(
-            "expected a GPU that PyTorch can use, got none. Use --device cpu",
-            param_hint="--device",
-        )
-    return torch.device(name or ("cuda" if has_gpu else "cpu"))
-
-
-def describe(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
 
 
 @dataclass
@@ -177,10 +162,6 @@ def fused_epilogue(**call: Any) -> Tensor:
     return k3cupy.fused_mla_decode_q_concat_kv_cache_insert(**call)
 
 
-def random_hidden(tokens: int, generator: torch.Generator, device: torch.device) -> Tensor:
-    return torch.randn(tokens, HIDDEN_SIZE, generator=generator).to(device, torch.bfloat16)
-
-
 def run_steps(demo: Demo, steps: int, console: Console) -> list[float]:
     """Decode `steps` tokens a sequence, and print one line a step. Returns the errors."""
     table = Table(title="Decode steps, against plain PyTorch")
@@ -214,18 +195,6 @@ def run_steps(demo: Demo, steps: int, console: Console) -> list[float]:
     for reason in dict.fromkeys(reasons):
         console.print(f"Why this epilogue: {reason}", markup=False, highlight=False)
     return errors
-
-
-def relative_error(output: Tensor, expected: Tensor) -> float:
-    """The worst token's |output - expected| / |expected|; NaN if anything is NaN."""
-    difference = (output.double() - expected.double()).norm(dim=-1)
-    return float((difference / expected.double().norm(dim=-1)).max())
-
-
-def show_error(error: float) -> str:
-    if error == 0:
-        return "0 (same bits)"
-    return f"{error:.1e}" if error <= TOLERANCE else f"[bold red]{error:.1e}[/]"
 
 
 def bytes_moved(call: EpilogueCall, mqa_q: Tensor) -> int:
@@ -275,37 +244,6 @@ def time_on_gpu(demo: Demo, console: Console) -> list[float]:
     console.print(table)
     console.print(f"Errors of the replayed layers: {', '.join(map(show_error, errors))}")
     return errors
-
-
-def capture(work: Callable[[], Tensor], calls: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """A CUDA graph of `calls` calls of `work`, and the tensor that holds its last output."""
-    # Warm up on a side stream, as PyTorch asks before a capture: kernels compile and load here.
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            work()
-    torch.cuda.current_stream().wait_stream(side)
-
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            output = work()
-    return graph, output
-
-
-def median_us(graph: torch.cuda.CUDAGraph, calls: int) -> float:
-    """Microseconds for one of the graph's `calls` calls: the median over its replays."""
-    graph.replay()
-    times: list[float] = []
-    for _ in range(REPLAYS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / calls)
-    return statistics.median(times)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,18 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from k3cupy.bench import report
+from k3cupy.bench import forms, report
 from k3cupy.cli import main
 from k3cupy.ops.mla_decode_config import CANDIDATES, MlaDecodeConfig, MlaDecodeVariant
+from k3cupy.ops.mla_prefill_config import CANDIDATES as PREFILL_CANDIDATES
+from k3cupy.ops.mla_prefill_config import (
+    INSERTS,
+    OPS,
+    MlaPrefillConfig,
+    MlaPrefillVariant,
+    choose,
+)
+from k3cupy.runtime.devices import DeviceInfo
 
 ROOT = Path(__file__).parent.parent
 
@@ -59,7 +68,7 @@ TIMES = {"0/288/1": 1.0, "1/256/3": 1.1, "3/256/1": 1.25}
 
 
 def test_summary_names_the_figures_that_decide() -> None:
-    s = report.summary(entry({"0/288/1": 1.0, "1/256/3": 0.8, "3/256/1": 1.25}))
+    s = forms.decode_summary(entry({"0/288/1": 1.0, "1/256/3": 0.8, "3/256/1": 1.25}))
     assert (s["best"], s["best_us"], s["dispatched_us"]) == ("1/256/3", 0.8, 1.0)
     assert s["dispatched_over_best"] == pytest.approx(1.25)
     assert s["public_us"] == 1.2
@@ -69,7 +78,7 @@ def test_summary_names_the_figures_that_decide() -> None:
 
 
 def test_summary_without_a_comparison_kernel() -> None:
-    assert report.summary(entry(TIMES, public_us={}))["dispatched_over_public"] is None
+    assert forms.decode_summary(entry(TIMES, public_us={}))["dispatched_over_public"] is None
 
 
 def test_runs_are_averaged_relative_to_their_fastest() -> None:
@@ -100,6 +109,88 @@ def test_the_table_takes_the_fastest_and_settles_ties_over_all_sizes() -> None:
     assert rows[0]["us"] == {"0/288/1": 1.0, "1/256/3": 1.005, "3/256/1": 1.2}
 
 
+PREFILL = {
+    "kind": "fused_mla_kv_concat",
+    "tokens": 4096,
+    "heads": 12,
+    "rope": False,
+    "bytes": 32_000_000,
+    "copy_us": 8.0,
+    "row_copy_us": 10.0,
+    "torch_us": 60.0,
+    "dispatched": {"tasks_per_block": 8, "heads_per_task": 1},
+    "candidates": [
+        {"tasks_per_block": 8, "heads_per_task": 1, "us": 10.0},
+        {"tasks_per_block": 8, "heads_per_task": 4, "us": 8.0},
+    ],
+}
+
+
+def prefill_document(**changes: Any) -> dict[str, Any]:
+    return {**document({**PREFILL, **changes}), "benchmark": "prefill"}
+
+
+def test_prefill_summary_names_the_bars() -> None:
+    s = forms.prefill_summary(PREFILL)
+    assert (s["best"], s["best_us"], s["dispatched"], s["dispatched_us"]) == ("8/4", 8, "8/1", 10)
+    assert s["gigabytes_a_second"] == pytest.approx(3200)
+    assert s["of_copy_bandwidth"] == pytest.approx(0.8)
+    assert (s["over_row_copy"], s["over_torch"]) == (1.0, 6.0)
+
+
+def test_prefill_results_make_a_table_and_a_page() -> None:
+    merged = report.averaged([prefill_document(), prefill_document()])
+    (row,) = report.shipped_table(merged)["gpus"]["NVIDIA H200"]["entries"]
+    assert (row["kind"], row["num_rows"]) == ("fused_mla_kv_concat", 4096 * 12)
+    assert row["chosen"] == {"tasks_per_block": 8, "heads_per_task": 4}
+    assert row["us"] == {"8/1": 10.0, "8/4": 8.0}
+    line = "| kv_concat | 4096 | 12 | 32.00 | 8.00 | 10.00 | 60.00 | 8.00 (8/4) | 10.00 (8/1) |"
+    assert line in report.markdown(merged)
+    turned = report.shipped_table(prefill_document(rope=True))
+    assert turned["gpus"]["NVIDIA H200"]["entries"] == []
+    report.print_table(merged)
+
+
+def test_the_prefill_page_shows_the_choice_of_the_shipped_table() -> None:
+    (renewed,) = report.with_shipped_choice(prefill_document())["entries"]
+    chosen = MlaPrefillConfig(**renewed["dispatched"])
+    device = DeviceInfo(0, "NVIDIA H200", (9, 0), 132, 0)
+    assert chosen == choose(MlaPrefillVariant("fused_mla_kv_concat"), 4096, 12, device)[0]
+
+
+def test_results_of_two_benchmarks_are_not_averaged() -> None:
+    with pytest.raises(ValueError, match="one benchmark"):
+        report.averaged([prefill_document(), document(entry(TIMES))])
+
+
+def test_bytes_are_counted_once() -> None:
+    from k3cupy.bench.prefill import bytes_moved
+
+    latent, slot = 2 * 576, 8
+    per_head, k_pe = 2 * (128 + 192), 2 * 64
+    key = "fused_mla_key_concat_kv_cache_insert"
+    assert bytes_moved("fused_mla_kv_concat", 10, 12) == 10 * (12 * per_head + k_pe)
+    plain = 10 * (12 * per_head + 2 * latent + slot)
+    assert bytes_moved(key, 10, 12) == plain
+    assert bytes_moved(key, 10, 12, rope=True) == plain + 10 * (12 * 2 * 2 * 64 + 4 * 64 + 8)
+    fp8 = 12 * (2 * (192 + 128 + 128) + 192 + 192 + 128) + latent + 576 + slot
+    assert bytes_moved("fused_mla_qkv_quant_kv_cache_fp8_insert", 10, 12) == 10 * fp8
+    context = 12 * (2 * (128 + 128) + 192 + 128) + k_pe
+    assert bytes_moved("fused_mla_kv_concat_quant_fp8", 10, 12) == 10 * context
+
+
+@pytest.mark.parametrize("size", [10_000, 7_000_000, 50 << 20, 5 << 30])
+def test_sets_take_turns_equally(size: int) -> None:
+    from k3cupy.bench.prefill import launches_of, sets_of
+
+    assert sets_of(512, size) == 1
+    sets = sets_of(4096, size)
+    assert sets * size >= 200 << 20
+    launches = launches_of(size, sets)
+    assert launches % sets == 0
+    assert launches >= sets
+
+
 def test_markdown_stands_between_the_markers(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# Title\n<!-- results:begin -->\nold\n<!-- results:end -->\nrest\n")
@@ -117,7 +208,7 @@ def test_the_page_shows_the_choice_of_the_shipped_table() -> None:
     old = document(entry(dict.fromkeys(names, 1.0), tokens=16))
     assert old["entries"][0]["dispatched"]["split"] == 0
     (renewed,) = report.with_shipped_choice(old)["entries"]
-    assert report.key_of(renewed["dispatched"]) == "1/128/3"
+    assert forms.key_of(renewed["dispatched"]) == "1/128/3"
 
 
 @pytest.mark.parametrize("kind", ["16bit+same", "fp8+fp8", "16bit+ds_mla", "16bit+fp8", "fp8+same"])
@@ -155,8 +246,9 @@ def test_the_shipped_table_is_what_the_committed_results_give() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch finds a GPU")
-def test_bench_without_a_gpu_is_one_clear_line() -> None:
-    done = CliRunner().invoke(main, ["bench", "decode"])
+@pytest.mark.parametrize("which", ["decode", "prefill"])
+def test_bench_without_a_gpu_is_one_clear_line(which: str) -> None:
+    done = CliRunner().invoke(main, ["bench", which])
     assert done.exit_code == 1
     assert done.output.strip() == "Error: bench needs a CUDA GPU; PyTorch sees none"
 
@@ -181,3 +273,27 @@ def test_a_wrong_result_is_not_timed() -> None:
     problem = decode.Problem("16bit+same", 4, 12)
     with pytest.raises(RuntimeError, match="nothing: mqa_q differs from the reference, not timed"):
         problem.check("nothing", lambda: None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rope", [False, True])
+@pytest.mark.parametrize("op", OPS)
+def test_a_small_prefill_run_on_the_gpu(op: str, rope: bool) -> None:
+    from k3cupy.bench import prefill
+
+    if rope and op not in INSERTS:
+        pytest.skip("context is turned already")
+    some = PREFILL_CANDIDATES[:2]
+    found = prefill.run_entry(op, 16, 12, rope, some)
+    times = [*(c["us"] for c in found.candidates), found.copy_us, found.row_copy_us]
+    assert all(0 < time < 1000 for time in (*times, found.torch_us))
+
+
+@pytest.mark.gpu
+def test_a_wrong_prefill_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from k3cupy.bench import prefill
+
+    problem = prefill.Problem("fused_mla_kv_concat", 4, 12, False)
+    monkeypatch.setattr(problem, "run", lambda config: None)
+    with pytest.raises(RuntimeError, match="differs from the reference, not timed"):
+        problem.check(PREFILL_CANDIDATES[:1])

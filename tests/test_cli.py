@@ -144,6 +144,9 @@ def test_warmup_without_a_gpu_is_one_clear_line(options: tuple[str, ...]) -> Non
         (("--kv-cache", "fp4"), "kv_cache: expected"),
         (("--dtype", "float32"), "dtype: expected"),
         (("--kv-cache", "fp8_ds_mla", "--query-fp8"), "query_fp8: expected"),
+        (("--op", "mla_train"), "op: expected"),
+        (("--op", "mla_prefill", "--query-fp8"), "query_fp8: expected nothing with op="),
+        (("--op", "mla_prefill", "--kv-inputs-ready"), "kv_inputs_ready: expected nothing with"),
     ],
 )
 def test_warmup_with_wrong_options_is_one_clear_line(options: tuple[str, ...], text: str) -> None:
@@ -163,6 +166,27 @@ def test_warmup_compiles_for_promises_formats_and_layouts(
     (name,) = gpu.compiled
     assert name.startswith("k3cupy::mla_decode_epilogue<__half, true, k3cupy::CacheFormat::kSame")
     assert ", false, true, false, " in name, "no RoPE, the promise, not aligned"
+
+
+def test_warmup_compiles_the_prefill_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = fake_gpu(monkeypatch)
+    code, output = run("warmup", "--op", "mla_prefill", "--rope", "--kv-cache", "fp8")
+    assert code == 0
+    assert f"{len(gpu.compiled)} kernels are ready" in output
+    found = {name.split("<")[0].removeprefix("k3cupy::") for name in gpu.compiled}
+    assert found == {"mla_qkv_quant", "mla_kv_concat", "mla_kv_concat_quant"}
+    quant = [name for name in gpu.compiled if "mla_qkv_quant" in name]
+    assert all("<__nv_bfloat16, true, true, " in name for name in quant), "with RoPE, aligned"
+    casts = [name for name in gpu.compiled if "mla_kv_concat_quant" in name]
+    assert {name.split(", ")[1] for name in casts} == {"false", "true"}, "k_pe of both types"
+
+
+def test_warmup_of_one_prefill_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = fake_gpu(monkeypatch)
+    code, _ = run("warmup", "--op", "fused_mla_kv_concat", "--unaligned")
+    assert code == 0
+    (name,) = gpu.compiled
+    assert name.startswith("k3cupy::mla_kv_concat<false, ")
 
 
 def test_warmup_says_how_many_are_ready(monkeypatch: pytest.MonkeyPatch) -> None:

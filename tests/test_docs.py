@@ -60,7 +60,9 @@ def test_examples_in_docstrings(name: str) -> None:
 
 def test_every_public_function_has_an_example_or_needs_none() -> None:
     """What a newcomer calls shows how; a class of data, an error and a report need no example."""
-    for name in ("fused_mla_decode_q_concat_kv_cache_insert", "warmup", "source_dir"):
+    operations = [name for name in k3cupy.__all__ if name.startswith("fused_")]
+    assert len(operations) >= 6
+    for name in (*operations, "explain_mla_prefill", "warmup", "source_dir"):
         assert ">>>" in (getattr(k3cupy, name).__doc__ or ""), name
     for name in k3cupy.__all__:
         assert getattr(k3cupy, name).__doc__, f"{name} has no docstring"

@@ -1,10 +1,11 @@
-"""The demo, `examples/mla_decode_step.py`: passes with a right epilogue, fails with a wrong one."""
+"""The demos of the MLA layer: they pass with right epilogues, and fail with wrong ones."""
 
 from __future__ import annotations
 
 import importlib
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,42 +18,78 @@ import k3cupy
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 OPERATION = "fused_mla_decode_q_concat_kv_cache_insert"
+INSERT_OPERATIONS = {
+    "bf16": "fused_mla_key_concat_kv_cache_insert",
+    "fp8": "fused_mla_qkv_quant_kv_cache_fp8_insert",
+    "fp8_ds_mla": "fused_mla_key_concat_ds_mla_insert",
+}
+CONTEXT_OPERATIONS = {
+    "bf16": "fused_mla_kv_concat",
+    "fp8": "fused_mla_kv_concat_quant_fp8",
+    "fp8_ds_mla": "fused_mla_kv_concat",
+}
 FORMATS = ["bf16", "fp8", "fp8_ds_mla"]
-SMALL = ["--tokens", "3", "--steps", "2", "--device", "cpu"]
+DECODE, PREFILL = "mla_decode_step", "mla_prefill_decode"
+SMALL = {
+    DECODE: ["--tokens", "3", "--steps", "2", "--device", "cpu"],
+    PREFILL: ["--prompts", "2", "--longest", "9", "--chunk", "4", "--device", "cpu"],
+}
+both_demos = pytest.mark.parametrize("name", [DECODE, PREFILL])
 
 
-def run_demo(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(EXAMPLES / "mla_decode_step.py"), *arguments]
+def run_demo(name: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture
-def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The demo as a module, so that a test can break the operation under it."""
+def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """A demo as a module, so that a test can break the operations under it."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    return importlib.import_module("mla_decode_step")
+    return importlib.import_module
 
 
+@both_demos
 @pytest.mark.parametrize(
     "options",
     [("--kv-cache", name) for name in FORMATS] + [("--rope", "--kv-cache", "fp8"), ("--rope",)],
     ids=" ".join,
 )
-def test_demo_passes_on_the_cpu(options: tuple[str, ...], tmp_path: Path) -> None:
-    result = run_demo(*SMALL, *options, cwd=tmp_path)
+def test_demo_passes_on_the_cpu(name: str, options: tuple[str, ...], tmp_path: Path) -> None:
+    result = run_demo(name, *SMALL[name], *options, cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "All outputs agree with plain PyTorch" in result.stdout
     assert "Why this epilogue: " in result.stdout
 
 
 @pytest.mark.gpu
+@both_demos
 @pytest.mark.parametrize("rope", [(), ("--rope",)], ids=["no rope", "rope"])
 @pytest.mark.parametrize("kv_cache", FORMATS)
-def test_demo_passes_on_the_gpu(kv_cache: str, rope: tuple[str, ...], tmp_path: Path) -> None:
-    result = run_demo("--device", "cuda", "--kv-cache", kv_cache, *rope, cwd=tmp_path)
+def test_demo_passes_on_the_gpu(
+    name: str, kv_cache: str, rope: tuple[str, ...], tmp_path: Path
+) -> None:
+    result = run_demo(name, "--device", "cuda", "--kv-cache", kv_cache, *rope, cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "the epilogue alone" in result.stdout
+    assert "speed-up" in result.stdout
     assert "All outputs agree with plain PyTorch" in result.stdout
+
+
+@both_demos
+@pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch finds a GPU")
+def test_demo_says_when_there_is_no_gpu(name: str, load: Callable[[str], ModuleType]) -> None:
+    result = CliRunner().invoke(load(name).main, ["--device", "cuda"])
+    assert result.exit_code == 2
+    assert "expected a GPU that PyTorch can use, got none" in result.output
+
+
+def fails(demo: ModuleType, *options: str) -> None:
+    result = CliRunner().invoke(demo.main, [*SMALL[demo.__name__], *options])
+    assert result.exit_code == 1, result.output
+    assert "FAILED" in result.output
+
+
+# Decode
 
 
 def drop_one_write(operation: Any, call: dict[str, Any]) -> Any:
@@ -73,27 +110,63 @@ def swap_two_rows(operation: Any, call: dict[str, Any]) -> Any:
 
 
 def return_nan(operation: Any, call: dict[str, Any]) -> Any:
-    mqa_q = operation(**call)
-    mqa_q.view(torch.uint8).fill_(0xFF)
-    return mqa_q
+    result = operation(**call)
+    for tensor in result if isinstance(result, tuple) else (result,):
+        tensor.view(torch.uint8).fill_(0xFF)
+    return result
 
 
 @pytest.mark.parametrize("kv_cache", FORMATS)
 @pytest.mark.parametrize(
     "fault", [drop_one_write, write_zeros_for_one_row, swap_two_rows, return_nan]
 )
-def test_demo_fails_when_the_epilogue_is_wrong(
-    fault: Any, kv_cache: str, demo: ModuleType, monkeypatch: pytest.MonkeyPatch
+def test_decode_demo_fails_when_the_epilogue_is_wrong(
+    fault: Any,
+    kv_cache: str,
+    load: Callable[[str], ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     operation = getattr(k3cupy, OPERATION)
     monkeypatch.setattr(k3cupy, OPERATION, lambda **call: fault(operation, call))
-    result = CliRunner().invoke(demo.main, [*SMALL, "--kv-cache", kv_cache])
-    assert result.exit_code == 1, result.output
-    assert "FAILED" in result.output
+    fails(load(DECODE), "--kv-cache", kv_cache)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch finds a GPU")
-def test_demo_says_when_there_is_no_gpu(demo: ModuleType) -> None:
-    result = CliRunner().invoke(demo.main, ["--device", "cuda"])
-    assert result.exit_code == 2
-    assert "expected a GPU that PyTorch can use, got none" in result.output
+# Prefill
+
+
+def turn_nothing(operation: Any, call: dict[str, Any]) -> Any:
+    return operation(**{**call, "positions": torch.zeros_like(call["positions"])})
+
+
+@pytest.mark.parametrize("kv_cache", FORMATS)
+@pytest.mark.parametrize(
+    "fault", [drop_one_write, write_zeros_for_one_row, swap_two_rows, turn_nothing, return_nan]
+)
+def test_prefill_demo_fails_when_an_insert_is_wrong(
+    fault: Any,
+    kv_cache: str,
+    load: Callable[[str], ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = INSERT_OPERATIONS[kv_cache]
+    operation = getattr(k3cupy, name)
+    monkeypatch.setattr(k3cupy, name, lambda **call: fault(operation, call))
+    fails(load(PREFILL), "--kv-cache", kv_cache, "--rope")
+
+
+def forget_k_pe(operation: Any, call: dict[str, Any]) -> Any:
+    return operation(**{**call, "k_pe": torch.zeros_like(call["k_pe"])})
+
+
+@pytest.mark.parametrize("kv_cache", FORMATS)
+@pytest.mark.parametrize("fault", [forget_k_pe, return_nan])
+def test_prefill_demo_fails_when_the_context_is_wrong(
+    fault: Any,
+    kv_cache: str,
+    load: Callable[[str], ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = CONTEXT_OPERATIONS[kv_cache]
+    operation = getattr(k3cupy, name)
+    monkeypatch.setattr(k3cupy, name, lambda **call: fault(operation, call))
+    fails(load(PREFILL), "--kv-cache", kv_cache)

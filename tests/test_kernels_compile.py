@@ -6,21 +6,19 @@ stack and the width of each access.
 
 from __future__ import annotations
 
-import datetime
 from pathlib import Path
 
 import pytest
 from toolchain_helpers import (
-    HAS_DISASSEMBLER,
-    NO_DISASSEMBLER,
+    Inspected,
     Instruction,
-    Resources,
-    Shipped,
+    inspect,
     needs_disassembler,
     order_problems,
     reached,
     resources_of,
     sass_of,
+    share_of,
     shipped_instances,
     write,
 )
@@ -30,7 +28,7 @@ from k3cupy.runtime import sources
 from k3cupy.runtime.errors import CompileError
 from k3cupy.runtime.offline import ARCHITECTURES, Cubin, compile_cubin
 
-nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC and cuda-core")
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC and cuda-core")
 
 MAX_REGISTERS = {True: 72, False: 96}
 """By `vector`. A multiprocessor has 65,536 registers for 2,048 threads (1,536 from sm_86 to sm_89
@@ -48,75 +46,20 @@ SHIPPED = shipped_instances()
 GROUPS = [SHIPPED[start : start + GROUP] for start in range(0, len(SHIPPED), GROUP)]
 
 
-def known_to_nvrtc(arch: str) -> bool:
-    _, numbers = nvrtc.nvrtcGetSupportedArchs()
-    return int(arch.removeprefix("sm_")) in numbers
-
-
-def has_pdl(arch: str) -> bool:
-    return int(arch.removeprefix("sm_")) >= 90
-
-
-def share_of(group: list[Shipped], arch: str) -> list[Shipped]:
-    """The part of a group to compile today."""
-    parts = -(-len(SHIPPED) // FULL_PRODUCT)
-    if arch == "sm_90" or parts == 1:
-        return group
-    today = datetime.date.today().toordinal() % parts
-    print(f"{arch}: part {today + 1} of {parts}")
-    return group[today::parts]
-
-
-def resource_problems(instance: Shipped, used: Resources) -> list[str]:
-    problems = [
-        f"{value} bytes of {what}"
-        for what, value in (
-            ("stack", used.stack),
-            ("local memory", used.local),
-            ("shared memory", used.shared),
-        )
-        if value
-    ]
-    limit = MAX_REGISTERS[instance.variant.vector]
-    if used.registers > limit:
-        problems.append(f"{used.registers} registers, more than {limit}")
-    return problems
-
-
-def code_problems(instance: Shipped, program: list[Instruction], arch: str) -> list[str]:
-    spills = [f"local memory: {i}" for i in program if i.is_local]
-    return spills + order_problems(
-        program,
-        has_pdl=has_pdl(arch),
-        may_skip_the_wait=instance.variant.kv_inputs_ready,
-    )
-
-
 @pytest.mark.parametrize("group", range(len(GROUPS)))
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_instance(arch: str, group: int) -> None:
     """It compiles, nothing spills, the registers stay within bounds, and PDL is used in order."""
-    if not known_to_nvrtc(arch):
-        pytest.skip(f"this NVRTC does not know {arch}")
-    wanted = share_of(GROUPS[group], arch)
-    cubin = compile_cubin(SOURCE, [instance.name for instance in wanted], arch)
-    assert cubin.code[:4] == b"\x7fELF"
-    assert set(cubin.symbols) == {instance.name for instance in wanted}
-    assert len(set(cubin.symbols.values())) == len(wanted)
-    if not HAS_DISASSEMBLER:
-        pytest.skip(f"compiled but not inspected: {NO_DISASSEMBLER}")
-    resources = resources_of(cubin.code)
-    assert set(resources) == set(cubin.symbols.values())
+    wanted = [
+        Inspected(
+            shipped.name,
+            MAX_REGISTERS[shipped.variant.vector],
+            may_skip_the_wait=shipped.variant.kv_inputs_ready,
+        )
+        for shipped in share_of(GROUPS[group], arch, -(-len(SHIPPED) // FULL_PRODUCT))
+    ]
     # Reading every instruction takes as long as compiling: sm_90 stands for those that have PDL.
-    programs = sass_of(cubin.code) if arch == "sm_90" or group == 0 else {}
-    problems = []
-    for instance in wanted:
-        symbol = cubin.symbols[instance.name]
-        found = resource_problems(instance, resources[symbol])
-        if programs:
-            found += code_problems(instance, programs[symbol], arch)
-        problems += [f"{instance.name}: {problem}" for problem in found]
-    assert not problems, f"{arch}:\n" + "\n".join(problems)
+    inspect(SOURCE, wanted, arch, read_code=arch == "sm_90" or group == 0)
 
 
 def test_the_kernels_of_the_benchmark_compile() -> None:
@@ -129,6 +72,7 @@ def test_the_kernels_of_the_benchmark_compile() -> None:
     assert len(compile_cubin("bench_public_structure.cu", names, "sm_90").symbols) == 8
     names = ["k3cupy::empty_kernel", "k3cupy::read_all"]
     assert len(compile_cubin("bench_chain.cu", names, "sm_90").symbols) == 2
+    assert compile_cubin("bench_row_copy.cu", ["k3cupy::copy_rows"], "sm_90").symbols
 
 
 def test_every_candidate_of_the_benchmark_compiles() -> None:

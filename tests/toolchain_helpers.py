@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import importlib.metadata
 import itertools
 import os
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -26,6 +27,7 @@ from k3cupy.ops.mla_decode_config import (
     dispatched_configs,
 )
 from k3cupy.runtime import instances, sources, toolchain
+from k3cupy.runtime.offline import compile_cubin
 
 # --- The instances that a call can reach ---------------------------------------------------------
 
@@ -230,6 +232,75 @@ def order_problems(
     late = reached(program, [n + 1 for n in releases])
     problems += [f"a store after the release of the consumer: {i}" for i in late if i.is_store]
     return problems
+
+
+# --- Every instance for every architecture --------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """An instance and what it may take."""
+
+    name: str
+    max_registers: int
+    max_shared: int = 0
+    may_skip_the_wait: bool = False
+
+    def resource_problems(self, used: Resources) -> list[str]:
+        problems = [
+            f"{value} bytes of {what}"
+            for what, value in (("stack", used.stack), ("local memory", used.local))
+            if value
+        ]
+        if used.shared > self.max_shared:
+            problems.append(f"{used.shared} bytes of shared memory, more than {self.max_shared}")
+        if used.registers > self.max_registers:
+            problems.append(f"{used.registers} registers, more than {self.max_registers}")
+        return problems
+
+    def code_problems(self, program: list[Instruction], arch: str) -> list[str]:
+        spills = [f"local memory: {i}" for i in program if i.is_local]
+        has_pdl = int(arch.removeprefix("sm_")) >= 90
+        return spills + order_problems(
+            program, has_pdl=has_pdl, may_skip_the_wait=self.may_skip_the_wait
+        )
+
+
+AnyInstance = TypeVar("AnyInstance")
+
+
+def share_of(group: list[AnyInstance], arch: str, parts: int) -> list[AnyInstance]:
+    """The part of a group to compile today: all of it for sm_90, else one of `parts`."""
+    if arch == "sm_90" or parts == 1:
+        return group
+    today = datetime.date.today().toordinal() % parts
+    print(f"{arch}: part {today + 1} of {parts}")
+    return group[today::parts]
+
+
+def inspect(source: str, wanted: Sequence[Inspected], arch: str, *, read_code: bool) -> None:
+    """Compile instances in one program; look at what they take and, if asked, at their code."""
+    nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC and cuda-core")
+    _, known = nvrtc.nvrtcGetSupportedArchs()
+    if int(arch.removeprefix("sm_")) not in known:
+        pytest.skip(f"this NVRTC does not know {arch}")
+    cubin = compile_cubin(source, [instance.name for instance in wanted], arch)
+    assert cubin.code[:4] == b"\x7fELF"
+    assert set(cubin.symbols) == {instance.name for instance in wanted}
+    assert len(set(cubin.symbols.values())) == len(wanted)
+    if not HAS_DISASSEMBLER:
+        pytest.skip(f"compiled but not inspected: {NO_DISASSEMBLER}")
+    resources = resources_of(cubin.code)
+    assert set(resources) == set(cubin.symbols.values())
+    programs = sass_of(cubin.code) if read_code else {}
+    problems = []
+    for instance in wanted:
+        symbol = cubin.symbols[instance.name]
+        found = instance.resource_problems(resources[symbol])
+        if programs:
+            found += instance.code_problems(programs[symbol], arch)
+        problems += [f"{instance.name}: {problem}" for problem in found]
+    assert not problems, f"{arch}:\n" + "\n".join(problems)
 
 
 # --- Edited sources ------------------------------------------------------------------------------

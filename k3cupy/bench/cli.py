@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -11,6 +12,24 @@ import click
 @click.group()
 def bench() -> None:
     """Measure on this GPU; needs PyTorch."""
+
+
+def _need_gpu() -> None:
+    try:
+        import torch
+    except ImportError as error:
+        raise click.ClickException("bench needs PyTorch: pip install torch") from error
+    if not torch.cuda.is_available():
+        raise click.ClickException("bench needs a CUDA GPU; PyTorch sees none")
+
+
+def _show(document: dict[str, Any], path: Path | None) -> None:
+    from k3cupy.bench import report
+
+    report.print_table(document)
+    if path is not None:
+        report.write_json(path, document)
+        click.echo(f"wrote {path}")
 
 
 @bench.command("decode")
@@ -32,13 +51,8 @@ def decode_command(
 
     PDL on and off. An empty kernel and the unfused PyTorch operations are measured in the same run.
     """
-    try:
-        import torch
-    except ImportError as error:
-        raise click.ClickException("bench needs PyTorch: pip install torch") from error
-    if not torch.cuda.is_available():
-        raise click.ClickException("bench needs a CUDA GPU; PyTorch sees none")
-    from k3cupy.bench import decode, report
+    _need_gpu()
+    from k3cupy.bench import decode
 
     unknown = [kind for kind in kinds if kind not in decode.KINDS]
     if unknown:
@@ -53,11 +67,40 @@ def decode_command(
             heads,
             [("chain", False), ("alone", True), ("alone", False)],
         )
-    document = decode.as_document(entries, commit)
-    report.print_table(document["entries"])
-    if path is not None:
-        report.write_json(path, document)
-        click.echo(f"wrote {path}")
+    _show(decode.as_document(entries, commit), path)
+
+
+@bench.command("prefill")
+@click.option("--op", "ops", multiple=True, help="Operations; all by default.")
+@click.option("--tokens", multiple=True, type=int, help="Prompt lengths; the table's by default.")
+@click.option("--heads", default=12, show_default=True)
+@click.option("--rope/--no-rope", default=False, show_default=True, help="With positions.")
+@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the results there.")
+@click.option("--commit", default=None, help="The commit, where the sources are no git checkout.")
+def prefill_command(
+    ops: tuple[str, ...],
+    tokens: tuple[int, ...],
+    heads: int,
+    rope: bool,
+    path: Path | None,
+    commit: str | None,
+) -> None:
+    """The MLA prefill and context epilogues: every configuration, and what it compares with.
+
+    A device-to-device copy of as many bytes, a kernel that copies them one warp a row, and the
+    unfused PyTorch operations are measured in the same run.
+    """
+    _need_gpu()
+    from k3cupy.bench import prefill
+    from k3cupy.ops.mla_prefill_config import OPS
+
+    names = {name.removeprefix("fused_mla_"): name for name in OPS}
+    wanted = [names.get(op, op) for op in ops]
+    unknown = [op for op in wanted if op not in OPS]
+    if unknown:
+        raise click.BadParameter(f"{unknown[0]!r} is none of {', '.join(names)}")
+    entries = prefill.run(wanted or OPS, tokens or prefill.TOKENS, heads, rope)
+    _show(prefill.as_document(list(entries), commit), path)
 
 
 @bench.command("apply")

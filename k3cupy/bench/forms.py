@@ -1,0 +1,208 @@
+"""What the benchmarks' entries look like in tables, and what the shipped tables take from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from k3cupy.ops import mla_decode_config, mla_prefill_config
+from k3cupy.ops.mla_decode_config import MlaDecodeVariant
+from k3cupy.ops.mla_prefill_config import MlaPrefillVariant
+from k3cupy.runtime.devices import DeviceInfo
+
+Entry = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Form:
+    """How one benchmark's entries are shown and used.
+
+    Attributes:
+        title: of its table.
+        header: names of the columns.
+        left: how many columns, from the first, are words.
+        cells: an entry's columns.
+        identity: the fields that tell entries apart.
+        unit: of the times in the shipped table.
+        is_for_table: whether the shipped table is made of an entry.
+        num_rows: an entry's place in the shipped table.
+        choice: the configuration that ships for an entry on a GPU.
+    """
+
+    title: str
+    header: tuple[str, ...]
+    left: int
+    cells: Callable[[Entry], list[str]]
+    identity: tuple[str, ...]
+    unit: str
+    is_for_table: Callable[[Entry], bool]
+    num_rows: Callable[[Entry], int]
+    choice: Callable[[Entry, DeviceInfo], Mapping[str, Any]]
+
+
+def form_of(document: Mapping[str, Any]) -> Form:
+    """Return the form of a document's entries; the oldest documents do not name it."""
+    return FORMS[document.get("benchmark", "decode")]
+
+
+def key_of(config: Mapping[str, Any]) -> str:
+    """Return a configuration, or a candidate with its time, as ``8/4`` or ``0/288/1``."""
+    return "/".join(str(value) for name, value in config.items() if name != "us")
+
+
+def fastest(entry: Entry) -> dict[str, Any]:
+    """Return the best and the dispatched configuration with their times."""
+    times = {key_of(candidate): candidate["us"] for candidate in entry["candidates"]}
+    best = min(times, key=lambda name: times[name])
+    dispatched = key_of(entry["dispatched"])
+    return {
+        "best": best,
+        "best_us": times[best],
+        "dispatched": dispatched,
+        "dispatched_us": times[dispatched],
+        "dispatched_over_best": times[dispatched] / times[best],
+    }
+
+
+# --- The decode epilogue -------------------------------------------------------------------------
+
+
+def decode_summary(entry: Entry) -> dict[str, Any]:
+    """Return the figures of an entry that decide: best, dispatched, and what they compare with.
+
+    ``split1_us`` and ``split3_us`` are our kernel with one or three warps a row in blocks of 256
+    threads; ``public_us`` is the better of the two comparison kernels, or None.
+    """
+    times = {key_of(candidate): candidate["us"] for candidate in entry["candidates"]}
+    found = fastest(entry)
+    dispatched_us = found["dispatched_us"]
+    public = min(entry["public_us"].values(), default=None)
+    return {
+        **found,
+        "split1_us": times["1/256/3"],
+        "split3_us": times["3/256/1"],
+        "public_us": public,
+        "dispatched_over_public": None if public is None else dispatched_us / public,
+        "dispatched_over_split": dispatched_us / min(times["1/256/3"], times["3/256/1"]),
+        "over_empty_us": dispatched_us - entry["empty_us"],
+    }
+
+
+def _decode_cells(entry: Entry) -> list[str]:
+    s = decode_summary(entry)
+    return [
+        entry["kind"],
+        entry["scenario"],
+        "on" if entry["pdl"] else "off",
+        str(entry["tokens"]),
+        f"{entry['empty_us']:.2f}",
+        f"{entry['torch_us']:.2f}",
+        " / ".join(f"{us:.2f}" for us in entry["public_us"].values()) or "-",
+        f"{s['split1_us']:.2f} / {s['split3_us']:.2f}",
+        f"{s['best_us']:.2f} ({s['best']})",
+        f"{s['dispatched_us']:.2f} ({s['dispatched']})",
+    ]
+
+
+def _decode_choice(entry: Entry, gpu: DeviceInfo) -> Mapping[str, Any]:
+    variant = MlaDecodeVariant.of_kind(entry["kind"])
+    config, _ = mla_decode_config.choose(variant, entry["tokens"], entry["heads"], gpu)
+    return asdict(config)
+
+
+# --- The prefill and context epilogues -----------------------------------------------------------
+
+
+def prefill_summary(entry: Entry) -> dict[str, Any]:
+    """Return the figures of an entry that decide.
+
+    ``of_copy_bandwidth`` is the share of the device-to-device copy's bandwidth that the dispatched
+    configuration reaches, ``over_row_copy`` its time over that of one warp a row, ``over_torch``
+    how many times faster than PyTorch it is.
+    """
+    found = fastest(entry)
+    dispatched_us = found["dispatched_us"]
+    return {
+        **found,
+        "gigabytes_a_second": entry["bytes"] / dispatched_us / 1e3,
+        "of_copy_bandwidth": entry["copy_us"] / dispatched_us,
+        "over_row_copy": dispatched_us / entry["row_copy_us"],
+        "over_torch": entry["torch_us"] / dispatched_us,
+    }
+
+
+def _prefill_cells(entry: Entry) -> list[str]:
+    s = prefill_summary(entry)
+    return [
+        entry["kind"].removeprefix("fused_mla_") + (" (RoPE)" if entry["rope"] else ""),
+        str(entry["tokens"]),
+        str(entry["heads"]),
+        f"{entry['bytes'] / 1e6:.2f}",
+        f"{entry['copy_us']:.2f}",
+        f"{entry['row_copy_us']:.2f}",
+        f"{entry['torch_us']:.2f}",
+        f"{s['best_us']:.2f} ({s['best']})",
+        f"{s['dispatched_us']:.2f} ({s['dispatched']})",
+        f"{s['gigabytes_a_second']:.0f}",
+        f"{100 * s['of_copy_bandwidth']:.0f}%",
+        f"{s['over_row_copy']:.2f}",
+        f"{s['over_torch']:.1f}",
+    ]
+
+
+def _prefill_choice(entry: Entry, gpu: DeviceInfo) -> Mapping[str, Any]:
+    variant = MlaPrefillVariant(entry["kind"], rope=entry["rope"])
+    config, _ = mla_prefill_config.choose(variant, entry["tokens"], entry["heads"], gpu)
+    return asdict(config)
+
+
+FORMS = {
+    "decode": Form(
+        title="MLA decode epilogue, microseconds a launch",
+        header=(
+            "formats",
+            "scenario",
+            "PDL",
+            "B",
+            "empty",
+            "torch",
+            "public 1 / 3",
+            "split 1 / 3",
+            "best",
+            "dispatched",
+        ),
+        left=3,
+        cells=_decode_cells,
+        identity=("kind", "tokens", "heads", "scenario", "pdl"),
+        unit="us added to the chain, PDL on",
+        is_for_table=lambda entry: entry["scenario"] == "chain" and entry["pdl"],
+        num_rows=lambda entry: int(entry["tokens"] * (entry["heads"] + 1)),
+        choice=_decode_choice,
+    ),
+    "prefill": Form(
+        title="MLA prefill and context epilogues, microseconds a launch",
+        header=(
+            "operation",
+            "T",
+            "H",
+            "MB",
+            "copy",
+            "warp a row",
+            "torch",
+            "best",
+            "dispatched",
+            "GB/s",
+            "of copy",
+            "x warp a row",
+            "torch x",
+        ),
+        left=1,
+        cells=_prefill_cells,
+        identity=("kind", "tokens", "heads", "rope"),
+        unit="us a launch",
+        is_for_table=lambda entry: not entry["rope"],
+        num_rows=lambda entry: int(entry["tokens"] * entry["heads"]),
+        choice=_prefill_choice,
+    ),
+}

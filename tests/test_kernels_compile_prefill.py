@@ -1,0 +1,274 @@
+"""Every prefill kernel that a call can reach compiles for every architecture, to sound code.
+
+And what the host passes is what the kernel takes: names, order and types of the arguments.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from toolchain_helpers import (
+    Inspected,
+    Instruction,
+    inspect,
+    needs_disassembler,
+    sass_of,
+    share_of,
+)
+
+import k3cupy
+from k3cupy.ops import mla_prefill_arguments
+from k3cupy.ops.mla_prefill_config import (
+    CANDIDATES,
+    INSERTS,
+    KEY_CONCAT,
+    KEY_CONCAT_DS_MLA,
+    KV_CONCAT,
+    KV_CONCAT_QUANT,
+    OPS,
+    QKV_QUANT,
+    SOURCE,
+    MlaPrefillConfig,
+    MlaPrefillVariant,
+    dispatched_configs,
+)
+from k3cupy.ops.mla_prefill_validate import OPERATIONS, validate
+from k3cupy.runtime import sources
+from k3cupy.runtime.errors import CompileError
+from k3cupy.runtime.offline import ARCHITECTURES, compile_cubin
+
+nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC and cuda-core")
+
+MAX_REGISTERS = 112
+"""A block has 512 threads at most. With 112 registers one of them lives on a multiprocessor, with
+512 times six pieces of 32 bytes under way, which is more than the memory needs."""
+
+MAX_SHARED = 12 * 1024
+"""The hash table of the cache blocks, and what the driver keeps for itself."""
+
+FULL_PRODUCT = 80
+"""Instances that two cores compile for all architectures in about half a minute."""
+
+VARIANTS = [
+    variant
+    for variant in itertools.starmap(
+        MlaPrefillVariant,
+        itertools.product(OPS, ("bfloat16", "float16"), *([(False, True)] * 3)),
+    )
+    if variant.is_valid()
+]
+
+
+def inspected(variant: MlaPrefillVariant, config: MlaPrefillConfig) -> Inspected:
+    shared = MAX_SHARED if variant.op in INSERTS else 0
+    return Inspected(config.name_expression(variant), MAX_REGISTERS, shared)
+
+
+# A dictionary, because the copy of 16-bit values is one instance for both types.
+SHIPPED = list(
+    {
+        instance.name: instance
+        for variant in VARIANTS
+        for instance in (inspected(variant, config) for config in dispatched_configs(variant))
+    }.values()
+)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_instance(arch: str) -> None:
+    """It compiles, nothing spills, the registers stay within bounds, and PDL is used in order."""
+    wanted = share_of(SHIPPED, arch, -(-len(SHIPPED) // FULL_PRODUCT))
+    inspect(SOURCE, wanted, arch, read_code=arch in ("sm_80", "sm_90"))
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        MlaPrefillVariant(KEY_CONCAT_DS_MLA, rope=True),
+        MlaPrefillVariant(QKV_QUANT, "float16", rope=True),
+        MlaPrefillVariant(KV_CONCAT),
+        MlaPrefillVariant(KV_CONCAT_QUANT, k_pe_fp8=True),
+        MlaPrefillVariant(QKV_QUANT, rope=True, vector=False),
+    ],
+    ids=str,
+)
+def test_every_candidate_compiles(variant: MlaPrefillVariant) -> None:
+    """What the tables may come to name, and what `config=` accepts."""
+    assert all(config.is_valid() for config in CANDIDATES)
+    wanted = [inspected(variant, config) for config in CANDIDATES]
+    inspect(SOURCE, wanted, "sm_90", read_code=False)
+
+
+@pytest.mark.parametrize("tasks", [4, 12])
+def test_the_compiler_refuses_what_is_not_valid(tasks: int) -> None:
+    """The static assertions of the kernels and `is_valid` agree."""
+    config = MlaPrefillConfig(tasks, 1)
+    assert not config.is_valid()
+    for op in OPS:
+        with pytest.raises(CompileError):
+            compile_cubin(SOURCE, [config.name_expression(MlaPrefillVariant(op))], "sm_90")
+
+
+# Width and order of the accesses
+
+
+def program_of(variant: MlaPrefillVariant, config: MlaPrefillConfig) -> list[Instruction]:
+    cubin = compile_cubin(SOURCE, [config.name_expression(variant)], "sm_90")
+    (program,) = sass_of(cubin.code).values()
+    return program
+
+
+def is_row_load(instruction: Instruction) -> bool:
+    """Rows are read past L1; slots too, but never by 128 bits."""
+    return instruction.is_load and ".128" in instruction.opcode
+
+
+@needs_disassembler
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        MlaPrefillVariant(KV_CONCAT),
+        MlaPrefillVariant(KV_CONCAT_QUANT),
+        MlaPrefillVariant(KV_CONCAT_QUANT, "float16", k_pe_fp8=True),
+    ],
+    ids=str,
+)
+def test_rows_move_by_128_bit_accesses(variant: MlaPrefillVariant, heads: int) -> None:
+    program = program_of(variant, MlaPrefillConfig(8, heads))
+    loads = [i for i in program if i.is_load]
+    stores = [i for i in program if i.is_store]
+    assert {i.opcode for i in loads} == {"LDG.E.128.STRONG.GPU"}
+    assert {i.opcode for i in stores} == {"STG.E.128"}
+    # All loads of a thread come before its first store: no store stands between two loads of a
+    # part, so that there are as many turns from loading to storing as there are parts.
+    accesses = [i.is_load for i in program if i.is_load or i.is_store]
+    turns = sum(before and not after for before, after in itertools.pairwise(accesses))
+    assert turns <= (2 if variant.op == KV_CONCAT else 3)
+    assert len(loads) >= heads + 1
+
+
+@needs_disassembler
+@pytest.mark.parametrize("op", [KEY_CONCAT, QKV_QUANT])
+@pytest.mark.parametrize("rope", [False, True])
+def test_inserts_move_rows_by_128_bit_accesses(op: str, rope: bool) -> None:
+    """The cache rows of 576 codes are written 8 bytes a lane; all else is 128 bits wide."""
+    program = program_of(MlaPrefillVariant(op, rope=rope), MlaPrefillConfig(8, 4))
+    stores = {i.opcode for i in program if i.is_store}
+    assert stores <= ({"STG.E.128"} if op == KEY_CONCAT else {"STG.E.128", "STG.E.64"})
+    rows = [i for i in program if is_row_load(i)]
+    assert len(rows) >= 4 + 4 * (op == QKV_QUANT)
+    assert not any(re.search(r"\.[US](8|16)\b", i.opcode) for i in program if i.is_load)
+
+
+# The arguments
+
+CTYPES: dict[str, Any] = {"unsigned int": np.uint32, "float": np.float32, "long long": int}
+
+
+def parameters(kernel: str) -> list[tuple[str, str]]:
+    """The (type, name) of each parameter in the kernel's source; pointers and strides in short."""
+    source = (sources.shipped() / SOURCE).read_text(encoding="utf-8")
+    found = re.search(rf"\b{kernel}\(\s*((?:[^()]|//)*?)\)\s*\{{", source)
+    assert found, kernel
+    text = re.sub(r"//.*", "", found[1])
+    pairs = []
+    for parameter in text.split(","):
+        kind, name = parameter.strip().rsplit(" ", 1)
+        if kind.endswith("*"):
+            kind = "pointer"
+        elif "StrideOf" in kind:
+            kind = "stride"
+        pairs.append((kind, name))
+    return pairs
+
+
+def numpy_call(op: str, *, rope: bool, odd: bool) -> tuple[Any, ...]:
+    """Arguments of a small call; with `odd`, rows off a multiple of 16 bytes."""
+    bf16 = np.dtype("bfloat16")
+    width = 129 if odd else 128
+    inputs: dict[str, Any] = {
+        "q": np.zeros((3, 2, 192), bf16),
+        "k_nope": np.zeros((3, 2, width), bf16)[..., :128],
+        "k_pe": np.zeros((3, 64), bf16),
+        "kv_c_normed": np.zeros((3, 512), bf16),
+        "v": np.zeros((3, 2, 128), bf16),
+        "kv_cache": {
+            KEY_CONCAT: np.zeros((2, 4, 576), bf16),
+            KEY_CONCAT_DS_MLA: np.zeros((2, 4, 656), np.uint8),
+        }.get(op, np.zeros((2, 4, 576), np.uint8)),
+        "slot_mapping": np.arange(3),
+        "positions": np.arange(3, dtype=np.int32) if rope else None,
+        "cos_sin_cache": np.zeros((8, 64), np.float32) if rope else None,
+    }
+    return tuple(inputs.get(name, 1.0) for name in OPERATIONS[op].inputs)
+
+
+@pytest.mark.parametrize("odd", [False, True])
+@pytest.mark.parametrize("rope", [False, True])
+@pytest.mark.parametrize("op", OPS)
+def test_arguments_are_the_kernels_parameters(op: str, rope: bool, odd: bool) -> None:
+    operation = OPERATIONS[op]
+    values = (*numpy_call(op, rope=rope, odd=odd), *(None for _ in operation.out_names))
+    problem = validate(operation, values)
+    assert problem.variant.vector is not odd
+    config = MlaPrefillConfig(8, 4)
+    grid = config.grid(problem.variant, 3, 2, 132)
+    arguments = mla_prefill_arguments.fixed_arguments(problem, grid)
+    kernel = config.name_expression(problem.variant).split("<")[0].removeprefix("k3cupy::")
+    wanted = parameters(kernel)
+    assert [name for _, name in wanted] == list(mla_prefill_arguments.NAMES[op])
+    stride = np.int64 if odd else np.uint32
+    types = {**CTYPES, "pointer": int, "stride": stride}
+    for (kind, name), value in zip(wanted, arguments, strict=True):
+        given = int if name.endswith("_stride") and value == 0 else type(value)
+        assert given in (types[kind], int if kind == "pointer" else types[kind]), name
+        assert isinstance(value, types[kind]), (name, kind, type(value))
+    for place, index in mla_prefill_arguments.pointers_of(problem):
+        assert wanted[place] == ("pointer", operation.arguments.names[index])
+    for place, name in zip(
+        mla_prefill_arguments.outputs_of(problem), operation.outputs, strict=True
+    ):
+        assert wanted[place] == ("pointer", name)
+    for scale, place in mla_prefill_arguments.scales_of(problem).items():
+        assert wanted[place] == ("float", scale.replace("_inv", "_value"))
+
+
+# The grid
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.vector], ids=str)
+@pytest.mark.parametrize("config", CANDIDATES, ids=str)
+def test_the_grid_covers_every_row_once(
+    variant: MlaPrefillVariant, config: MlaPrefillConfig
+) -> None:
+    assert config.threads(variant) % 32 == 0
+    assert config.threads(variant) <= 512
+    for tokens, heads, sms in itertools.product(
+        (0, 1, 7, 256, 257, 4096, 65_536, 131_072), (1, 5, 12, 96), (1, 132)
+    ):
+        grid = config.grid(variant, tokens, heads, sms)
+        assert grid.groups * config.heads_per_task >= heads
+        assert (grid.groups - 1) * config.heads_per_task < heads
+        assert grid.num_tasks == tokens * grid.groups
+        assert (
+            0
+            <= grid.row_blocks * config.tasks_per_block - grid.num_tasks
+            < (config.tasks_per_block)
+        )
+        warps = config.threads(variant) // 32
+        assert (grid.tokens_per_block == warps) == (tokens <= 256), "the kernel goes by it"
+        assert grid.tokens_per_block <= 512
+        if variant.op in INSERTS:
+            assert 0 <= grid.cache_blocks * grid.tokens_per_block - tokens < grid.tokens_per_block
+        else:
+            assert grid.cache_blocks == 0
+
+
+def test_public_names() -> None:
+    assert all(callable(getattr(k3cupy, op)) for op in OPS)
+    assert set(OPS) == set(OPERATIONS)
