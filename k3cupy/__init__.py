@@ -9,6 +9,15 @@ from __future__ import annotations
 from k3cupy.ops.decision import Decision
 from k3cupy.ops.mla_decode import explain_mla_decode, fused_mla_decode_q_concat_kv_cache_insert
 from k3cupy.ops.mla_decode_config import MlaDecodeConfig, MlaDecodeVariant
+from k3cupy.ops.mla_prefill import (
+    explain_mla_prefill,
+    fused_mla_key_concat_ds_mla_insert,
+    fused_mla_key_concat_kv_cache_insert,
+    fused_mla_kv_concat,
+    fused_mla_kv_concat_quant_fp8,
+    fused_mla_qkv_quant_kv_cache_fp8_insert,
+)
+from k3cupy.ops.mla_prefill_config import MlaPrefillConfig, MlaPrefillVariant
 from k3cupy.ops.warmup import warmup
 from k3cupy.runtime.config import config_info, show_config
 from k3cupy.runtime.errors import CaptureError, CompileError, ToolchainError
@@ -22,10 +31,18 @@ __all__ = [
     "Decision",
     "MlaDecodeConfig",
     "MlaDecodeVariant",
+    "MlaPrefillConfig",
+    "MlaPrefillVariant",
     "ToolchainError",
     "config_info",
     "explain_mla_decode",
+    "explain_mla_prefill",
     "fused_mla_decode_q_concat_kv_cache_insert",
+    "fused_mla_key_concat_ds_mla_insert",
+    "fused_mla_key_concat_kv_cache_insert",
+    "fused_mla_kv_concat",
+    "fused_mla_kv_concat_quant_fp8",
+    "fused_mla_qkv_quant_kv_cache_fp8_insert",
     "show_config",
     "source_dir",
     "warmup",

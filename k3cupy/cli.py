@@ -24,6 +24,12 @@ def show_config() -> None:
 
 
 @main.command()
+@click.option(
+    "--op",
+    default="mla_decode",
+    show_default=True,
+    help="mla_decode, mla_prefill, or the name of one prefill operation.",
+)
 @click.option("--dtype", multiple=True, default=["bfloat16"], show_default=True)
 @click.option("--kv-cache", multiple=True, default=["bf16", "fp8", "fp8_ds_mla"], show_default=True)
 @click.option("--query-fp8/--query-16bit", default=None, help="By default fp8 with an fp8 cache.")
@@ -32,6 +38,7 @@ def show_config() -> None:
 @click.option("--unaligned", is_flag=True, help="For rows off a multiple of 16 bytes.")
 @click.option("--device", type=int, default=None, help="GPU ordinal; the current one by default.")
 def warmup(
+    op: str,
     dtype: tuple[str, ...],
     kv_cache: tuple[str, ...],
     query_fp8: bool | None,
@@ -43,6 +50,7 @@ def warmup(
     """Compile the kernels that the tables may choose, into CuPy's disk cache."""
     try:
         count = k3cupy.warmup(
+            op,
             dtype=list(dtype),
             kv_cache=list(kv_cache),
             query_fp8=query_fp8,

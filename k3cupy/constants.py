@@ -13,6 +13,15 @@ KV_LORA_RANK: Final = 512
 QK_ROPE_HEAD_DIM: Final = 64
 """Width of the part that carries the rotary position embedding."""
 
+QK_NOPE_HEAD_DIM: Final = 128
+"""Width of a head's query and key without position, in prefill."""
+
+QK_HEAD_DIM: Final = QK_NOPE_HEAD_DIM + QK_ROPE_HEAD_DIM
+"""Width of a head's query and key in prefill: 192."""
+
+V_HEAD_DIM: Final = 128
+"""Width of a head's value in prefill."""
+
 LATENT_DIM: Final = KV_LORA_RANK + QK_ROPE_HEAD_DIM
 """Width of one cache row and of one absorbed query head: 576."""
 
@@ -30,3 +39,6 @@ DS_MLA_ROW_BYTES: Final = DS_MLA_ROPE_OFFSET + 2 * QK_ROPE_HEAD_DIM
 
 CHUNK_ELEMENTS: Final = 8
 """Elements that one thread moves at a time (16 bytes of a 16-bit type)."""
+
+CTYPES: Final = {"bfloat16": "__nv_bfloat16", "float16": "__half"}
+"""The types of the inputs, and what CUDA calls them."""

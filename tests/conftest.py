@@ -35,3 +35,13 @@ def gpu_is_healthy(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if request.node.get_closest_marker("gpu") is not None:
         torch.cuda.synchronize()
+
+
+@pytest.fixture
+def needs_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Skip where the GPU has too little free memory, and free it afterwards."""
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info()[0] < request.param * 1.2 * 2**30:
+        pytest.skip(f"needs {request.param} GiB of GPU memory")
+    yield
+    torch.cuda.empty_cache()

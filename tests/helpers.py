@@ -114,6 +114,39 @@ def default_slots(tokens: int, capacity: int, seed: int) -> torch.Tensor:
     return slots
 
 
+def check_cache_rows(
+    cache: Guarded,
+    before: torch.Tensor,
+    rows: oracle.Rows,
+    slots: torch.Tensor,
+    rope_dtype: torch.dtype,
+) -> None:
+    """Compare every byte of a cache's allocation with the snapshot `before` and the rows.
+
+    `slots` has one entry a token. Where tokens share a slot, the last one's row must be there.
+    `rope_dtype` is the type of a row's last 64 values, which are judged apart when rotated.
+    """
+    num_blocks, block_size, width = cache.shape
+    slots = slots.cpu().to(torch.int64)
+    tokens = torch.nonzero((slots >= 0) & (slots < num_blocks * block_size)).flatten()
+    winner = torch.full((num_blocks * block_size,), -1)
+    winner.scatter_reduce_(0, slots[tokens], tokens, "amax")
+    written = torch.nonzero(winner >= 0).flatten()
+    tokens, place = winner[written], (written // block_size, written % block_size)
+
+    got_all, want_all = cache.snapshot(), before.clone()
+    got, want = (oracle.bits(cache.view_of(storage)) for storage in (got_all, want_all))
+    want_rows = rows.bits[tokens]
+    if rows.rotated is not None:
+        start = oracle.DS_MLA_ROPE_AT if width == oracle.DS_MLA_BYTES else oracle.LATENT
+        part = got[place][:, start:].contiguous()
+        limits = oracle.Rotated(rows.rotated.exact[tokens], rows.rotated.error[tokens])
+        oracle.assert_rotated(part.view(rope_dtype), limits, "cache rows by slot")
+        want_rows[:, start:] = part
+    want[place] = want_rows
+    oracle.assert_same_bits(got_all, want_all, "bytes of the cache's allocation")
+
+
 @dataclass
 class Call:
     """One call: its tensors, and what the oracle needs to judge the result."""
@@ -165,7 +198,7 @@ class Call:
 
     def expected_query(self) -> oracle.Rows:
         positions, table = self._rope()
-        return oracle.query_rows(
+        return oracle.joined_rows(
             self.ql_nope.cpu(), self.q_pe.cpu(), self.options.get("q_scale_inv"), positions, table
         )
 
@@ -201,33 +234,14 @@ class Call:
         )
 
     def check_cache(self, before: torch.Tensor) -> None:
-        got_all = self.cache.snapshot()
-        want_all = before.clone()
-        rows = self.expected_rows()
-        got, want = (self._cache_rows_of(storage) for storage in (got_all, want_all))
-        for token, slot in enumerate(self.slot_mapping[: self.tokens].cpu().tolist()):
-            block, offset = divmod(slot, self.cache.shape[1])
-            if 0 <= block < self.cache.shape[0]:
-                want[block, offset] = rows.bits[token]
-                if rows.rotated is not None:
-                    self._check_rotated_row(
-                        got[block, offset], want[block, offset], rows.rotated, token
-                    )
-        oracle.assert_same_bits(got_all, want_all, "bytes of the cache's allocation")
-
-    def _cache_rows_of(self, storage: torch.Tensor) -> torch.Tensor:
-        return oracle.bits(self.cache.view_of(storage))
-
-    def _check_rotated_row(
-        self, got: torch.Tensor, want: torch.Tensor, rotated: oracle.Rotated, token: int
-    ) -> None:
-        """Judge the rotated part of one row, then let the byte comparison skip it."""
-        start = oracle.DS_MLA_ROPE_AT if self.options.get("ds_mla") else oracle.LATENT
-        dtype = E4M3 if self.options.get("cache_scale_inv") is not None else self.ql_nope.dtype
-        part = got[start:].clone().view(dtype)
-        limits = oracle.Rotated(rotated.exact[token], rotated.error[token])
-        oracle.assert_rotated(part, limits, f"cache row of token {token}")
-        want[start:] = got[start:]
+        fp8 = self.options.get("cache_scale_inv") is not None
+        check_cache_rows(
+            self.cache,
+            before,
+            self.expected_rows(),
+            self.slot_mapping[: self.tokens],
+            E4M3 if fp8 else self.ql_nope.dtype,
+        )
 
     def _rope(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         positions, table = self.options.get("positions"), self.options.get("cos_sin_cache")
@@ -320,7 +334,12 @@ def check_guards(box: Guarded, before: torch.Tensor) -> None:
 
 
 def refused(
-    arguments: dict[str, Any], names: str, found: str, *, box: Guarded | None = None
+    arguments: dict[str, Any],
+    names: str,
+    found: str,
+    *,
+    box: Guarded | None = None,
+    operation: Callable[..., Any] = op,
 ) -> str:
     """The call raises a message of the agreed form and writes nothing; the message comes back.
 
@@ -329,7 +348,7 @@ def refused(
     """
     before = box.snapshot() if box is not None else None
     with pytest.raises((TypeError, ValueError)) as caught:
-        op(**arguments)
+        operation(**arguments)
     text = str(caught.value)
     assert re.match(rf"(?:{names}): expected ", text), f"it does not start as agreed: {text!r}"
     assert ", got " in text, f"it does not say what it got: {text!r}"
@@ -337,6 +356,26 @@ def refused(
     if box is not None and before is not None:
         oracle.assert_same_bits(box.snapshot(), before, "cache after a refused call")
     return text
+
+
+def padded(tensor: torch.Tensor, extra: int) -> torch.Tensor:
+    """The last dimension wider, or narrower, by `extra`."""
+    shape = (*tensor.shape[:-1], tensor.shape[-1] + extra)
+    return torch.zeros(shape, device=tensor.device).to(tensor.dtype)
+
+
+def every_other(tensor: torch.Tensor) -> torch.Tensor:
+    """The same shape with an inner stride of 2."""
+    wide = tensor.new_zeros((*tensor.shape[:-1], 2 * tensor.shape[-1]))
+    return wide[..., ::2]
+
+
+def moved(value: Any, device: str) -> Any:
+    """The same tensor on a device, strides and offset kept (`.to` would pack an expanded one)."""
+    if not isinstance(value, torch.Tensor) or value.is_meta or value.device.type == device:
+        return value
+    flat = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage())
+    return flat.to(device).as_strided(value.shape, value.stride(), value.storage_offset())
 
 
 class Producer:

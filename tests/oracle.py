@@ -1,4 +1,4 @@
-"""What the MLA decode epilogue must compute, written a second time for the tests.
+"""What the MLA epilogues must compute, written a second time for the tests.
 
 Nothing here comes from `k3cupy`: the package's own reference is one of the things under test. Every
 function takes CPU tensors. Copies and casts are described by their exact bits. RoPE is described by
@@ -67,6 +67,12 @@ def scaled_codes(x: torch.Tensor, scale_inv: float | torch.Tensor) -> torch.Tens
     return e4m3_codes(product.to(torch.float32))
 
 
+def plain_codes(x: torch.Tensor) -> torch.Tensor:
+    """The unscaled cast of PyTorch from 2.12 on: it saturates, and NaN keeps its sign."""
+    sign = x.signbit().to(torch.uint8) << 7
+    return e4m3_codes(x.to(torch.float32)) | sign
+
+
 def rotate(
     x: torch.Tensor,
     positions: torch.Tensor,
@@ -103,19 +109,19 @@ def ds_mla_scale(tile: torch.Tensor) -> torch.Tensor:
     return torch.where(ratio.isinf(), ratio, scale).to(torch.float32)
 
 
-def query_rows(
-    ql_nope: torch.Tensor,
-    q_pe: torch.Tensor,
-    q_scale_inv: float | torch.Tensor | None,
+def joined_rows(
+    nope: torch.Tensor,
+    rope: torch.Tensor,
+    scale_inv: float | torch.Tensor | None,
     positions: torch.Tensor | None,
     table: torch.Tensor | None,
 ) -> Rows:
-    """`mqa_q` [B, H, 576] as integers: e4m3 codes with a scale, else the inputs' own bits."""
-    whole = torch.cat((ql_nope, q_pe), dim=-1)
+    """`[nope | rope]` as integers: e4m3 codes with a scale, else the inputs' own bits."""
+    whole = torch.cat((nope, rope), dim=-1)
     rotated = None
     if positions is not None and table is not None:
-        rotated = rotate(q_pe, positions, table, 1.0 if q_scale_inv is None else q_scale_inv)
-    return Rows(bits(whole) if q_scale_inv is None else scaled_codes(whole, q_scale_inv), rotated)
+        rotated = rotate(rope, positions, table, 1.0 if scale_inv is None else scale_inv)
+    return Rows(bits(whole) if scale_inv is None else scaled_codes(whole, scale_inv), rotated)
 
 
 def cache_rows(

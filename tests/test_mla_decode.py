@@ -25,6 +25,7 @@ from helpers import (
     run_child,
     run_program,
 )
+from memory_helpers import before_a_forbidden_page
 
 TOKENS = (0, 1, 2, 63, 64, 65, 128, 500)
 HEADS = (1, 3, 12, 96)
@@ -319,30 +320,13 @@ def test_a_scale_tensor_is_read_at_the_call(device: str) -> None:
 
 def _reads_nothing_past_the_end(dtype_name: str, fp8: bool) -> None:
     """Every input ends at a page that may not be touched."""
-    import ctypes
-    import mmap
-
-    page = mmap.PAGESIZE
-    libc = ctypes.CDLL(None, use_errno=True)
-    keep = []
-
-    def at_the_end(values: torch.Tensor) -> torch.Tensor:
-        size = values.numel() * values.element_size()
-        pages = -(-size // page)
-        memory = mmap.mmap(-1, (pages + 1) * page)
-        keep.append(memory)
-        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        assert libc.mprotect(ctypes.c_void_p(start + pages * page), page, 0) == 0
-        tail = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=pages * page - size)
-        return tail.view(values.dtype).view(values.shape).copy_(values)
-
     call = make_call(
         16, 3, dtype=getattr(torch, dtype_name), rope=True, q_fp8=fp8,
         cache="fp8" if fp8 else "same", scale_tensors=True,
     )  # fmt: skip
     for name in ("ql_nope", "q_pe", "kv_c_normed", "k_pe", "slot_mapping"):
-        setattr(call, name, at_the_end(getattr(call, name)))
-    call.options = {k: at_the_end(v) for k, v in call.options.items()}
+        setattr(call, name, before_a_forbidden_page(getattr(call, name)))
+    call.options = {k: before_a_forbidden_page(v) for k, v in call.options.items()}
     call.options["positions"].copy_(torch.arange(16) * 1000 - 3000)
     run_and_check(call)
     os._exit(0)

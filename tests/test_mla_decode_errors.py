@@ -16,7 +16,10 @@ from helpers import (
     E4M3,
     FP16,
     Call,
+    every_other,
     make_call,
+    moved,
+    padded,
     poisoned_out,
     refused,
     rope_table,
@@ -59,18 +62,6 @@ def make(
 def put(name: str, value: Any, found: str, base: str = "plain", blamed: str = "") -> Refusal:
     """Replace one argument by a value."""
     return Refusal(base, lambda call: {name: value}, blamed or name, found)
-
-
-def padded(tensor: torch.Tensor, extra: int) -> torch.Tensor:
-    """The last dimension wider, or narrower, by `extra`."""
-    shape = (*tensor.shape[:-1], tensor.shape[-1] + extra)
-    return torch.zeros(shape, device=tensor.device).to(tensor.dtype)
-
-
-def every_other(tensor: torch.Tensor) -> torch.Tensor:
-    """The same shape with an inner stride of 2."""
-    wide = tensor.new_zeros((*tensor.shape[:-1], 2 * tensor.shape[-1]))
-    return wide[..., ::2]
 
 
 INPUTS = ("ql_nope", "q_pe", "kv_c_normed", "k_pe")
@@ -181,14 +172,6 @@ CASES["out-transposed"] = put(
 # Settings
 for junk in (2, -1, 5, "3", 1.0):
     CASES[f"split-{junk!r}"] = put("split", junk, str(junk))
-
-
-def moved(value: Any, device: str) -> Any:
-    """The same tensor on a device, strides and offset kept (`.to` would pack an expanded one)."""
-    if not isinstance(value, torch.Tensor) or value.is_meta or value.device.type == device:
-        return value
-    flat = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage())
-    return flat.to(device).as_strided(value.shape, value.stride(), value.storage_offset())
 
 
 for flag in ("ds_mla", "kv_inputs_ready", "pdl"):

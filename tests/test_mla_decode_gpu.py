@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from helpers import (
     run_and_check,
     run_child,
 )
+from memory_helpers import before_unmapped_gpu_memory, gibibytes
 
 import k3cupy
 
@@ -156,20 +156,6 @@ def test_the_decision_is_readable() -> None:
 # Huge tensors
 
 
-@pytest.fixture
-def needs_memory(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Skip where the GPU has too little free memory, and free it afterwards."""
-    torch.cuda.empty_cache()
-    if torch.cuda.mem_get_info()[0] < request.param * 1.2 * 2**30:
-        pytest.skip(f"needs {request.param} GiB of GPU memory")
-    yield
-    torch.cuda.empty_cache()
-
-
-def gibibytes(size: int) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("needs_memory", [size], indirect=True, ids=[f"{size}GiB"])
-
-
 @gibibytes(5)
 @pytest.mark.parametrize("kind", CACHE_KINDS)
 def test_cache_of_more_than_2_31_elements(kind: str, needs_memory: None) -> None:
@@ -261,23 +247,11 @@ def test_output_of_more_than_2_31_elements(needs_memory: None) -> None:
 
 
 def _reads_nothing_past_device_allocations(q_fp8: bool, kind: str) -> None:
-    import cupy
-
-    page = 2**21
-
-    def at_the_end(values: torch.Tensor) -> torch.Tensor:
-        size = values.numel() * values.element_size()
-        total = -(-size // page) * page
-        memory = cupy.cuda.UnownedMemory(cupy.cuda.runtime.malloc(total), total, None)
-        whole = cupy.ndarray(total, cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
-        tail = torch.from_dlpack(whole)[total - size :]
-        return tail.view(values.dtype).view(values.shape).copy_(values)
-
     call = make_call(16, 3, rope=True, q_fp8=q_fp8, cache=kind, scale_tensors=True, device="cuda")
     for name in ("ql_nope", "q_pe", "kv_c_normed", "k_pe", "slot_mapping"):
-        setattr(call, name, at_the_end(getattr(call, name)))
+        setattr(call, name, before_unmapped_gpu_memory(getattr(call, name)))
     call.options = {
-        key: at_the_end(value) if isinstance(value, torch.Tensor) else value
+        key: before_unmapped_gpu_memory(value) if isinstance(value, torch.Tensor) else value
         for key, value in call.options.items()
     }
     call.options["positions"].copy_(torch.arange(16) * 2**40 - 2**42)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import oracle
 import pytest
 import torch
+from array_helpers import cupy_of, jax_of, numpy_of, torch_of, wrapped
 from helpers import (
     BF16,
     CACHE_KINDS,
     E4M3,
     FP16,
-    Call,
     OldProducer,
     Producer,
     make_call,
@@ -28,25 +27,6 @@ from helpers import (
 
 TENSORS = ("ql_nope", "q_pe", "kv_c_normed", "k_pe", "kv_cache", "slot_mapping")
 OPTIONAL = ("q_scale_inv", "cache_scale_inv", "positions", "cos_sin_cache", "out")
-
-
-def wrapped(call: Call, wrap: Callable[[Any], Any], *names: str) -> dict[str, Any]:
-    """The call's arguments with the named tensors (all of them by default) wrapped."""
-    return {
-        name: wrap(value)
-        if isinstance(value, torch.Tensor) and (not names or name in names)
-        else value
-        for name, value in call.arguments().items()
-    }
-
-
-def torch_of(array: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Any CPU array as a tensor of the same bits."""
-    if isinstance(array, torch.Tensor):
-        return array
-    host = np.asarray(array)
-    integers = np.ascontiguousarray(host).view({1: np.uint8, 2: np.int16}[host.dtype.itemsize])
-    return torch.from_numpy(integers.copy()).view(dtype)
 
 
 # Objects that have nothing but __dlpack__ and __dlpack_device__
@@ -148,16 +128,6 @@ def test_what_is_no_tensor_is_named(name: str) -> None:
 
 
 # NumPy
-
-
-def numpy_of(tensor: torch.Tensor) -> Any:
-    """The same memory as a NumPy array, bf16 and e4m3 through ml_dtypes."""
-    ml_dtypes = pytest.importorskip("ml_dtypes")
-    special = {BF16: ml_dtypes.bfloat16, E4M3: ml_dtypes.float8_e4m3fn}
-    if tensor.dtype not in special:
-        return tensor.numpy()
-    integers = {1: torch.uint8, 2: torch.int16}[tensor.element_size()]
-    return tensor.view(integers).numpy().view(special[tensor.dtype])
 
 
 @pytest.mark.parametrize("kind", CACHE_KINDS)
@@ -267,13 +237,6 @@ def test_scales_as_other_numbers(scale: Any) -> None:
 # JAX
 
 
-def jax_of(tensor: torch.Tensor) -> Any:
-    jax = pytest.importorskip("jax")
-    array = jax.numpy.asarray(numpy_of(tensor.contiguous()))
-    assert array.dtype.itemsize == tensor.element_size()
-    return array
-
-
 @pytest.mark.parametrize("q_fp8", [False, True], ids=["q16", "q8"])
 def test_jax_inputs(q_fp8: bool) -> None:
     pytest.importorskip("jax")
@@ -338,17 +301,6 @@ def test_case27_jax_outputs_are_refused(name: str) -> None:
 
 
 # CuPy
-
-
-def cupy_of(tensor: torch.Tensor) -> Any:
-    """The same GPU memory as a CuPy array, bf16 through ml_dtypes."""
-    cupy = pytest.importorskip("cupy")
-    if tensor.dtype == BF16:
-        ml_dtypes = pytest.importorskip("ml_dtypes")
-        return cupy.from_dlpack(tensor.view(torch.int16)).view(ml_dtypes.bfloat16)
-    if tensor.dtype == E4M3:
-        return cupy.from_dlpack(tensor.view(torch.uint8))
-    return cupy.from_dlpack(tensor)
 
 
 @pytest.mark.gpu

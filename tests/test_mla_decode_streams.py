@@ -21,23 +21,13 @@ from helpers import (
     run_and_check,
     run_child,
 )
+from stream_helpers import SLEEP_CYCLES, STREAM_FORMS, captured
 
 import k3cupy
 
 pytestmark = pytest.mark.gpu
 
 ROUNDS = 100
-SLEEP_CYCLES = 300_000
-
-
-class StreamLike:
-    """An object of another library that has a CUDA stream."""
-
-    def __init__(self, handle: int) -> None:
-        self.handle = handle
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.handle
 
 
 def new_values(call: Call, seed: int) -> torch.Tensor:
@@ -65,20 +55,7 @@ def test_case17_current_stream_is_used_without_any_synchronisation() -> None:
         assert torch.equal(oracle.bits(got), oracle.bits(want)), f"stale input in round {i}"
 
 
-def by_handle(stream: torch.cuda.Stream) -> Any:
-    return stream.cuda_stream
-
-
-def by_protocol(stream: torch.cuda.Stream) -> Any:
-    return StreamLike(stream.cuda_stream)
-
-
-def by_cuda_core(stream: torch.cuda.Stream) -> Any:
-    core = pytest.importorskip("cuda.core")
-    return core.Stream.from_handle(stream.cuda_stream)
-
-
-@pytest.mark.parametrize("give", [by_handle, by_protocol, by_cuda_core])
+@pytest.mark.parametrize("give", STREAM_FORMS)
 def test_case17_explicit_stream(give: Callable[[torch.cuda.Stream], Any]) -> None:
     call = make_call(16, 3, device="cuda")
     call.run()
@@ -166,13 +143,6 @@ def test_two_streams_at_the_same_time() -> None:
 
 
 # Graphs
-
-
-def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = run()
-    return graph, result
 
 
 @pytest.mark.parametrize("rope", [False, True], ids=["copy", "rope"])

@@ -19,6 +19,7 @@ from toolchain_helpers import variants
 
 import k3cupy
 from k3cupy.ops import mla_decode_config
+from k3cupy.ops.measured_table import MeasuredTable
 from k3cupy.ops.mla_decode_config import (
     CANDIDATES,
     DEFAULTS,
@@ -372,10 +373,9 @@ def test_dispatched_configs_follow_the_table(monkeypatch: pytest.MonkeyPatch) ->
         {"kind": "16bit+same", "num_rows": n, "chosen": vars(config)}
         for n, config in enumerate([*wanted, wanted[0]], start=1)
     ]
-    monkeypatch.setattr(
-        mla_decode_config, "_table", lambda: {"gpus": {"X": {"num_sms": 8, "entries": found}}}
-    )
-    monkeypatch.setattr(mla_decode_config, "_rows", mla_decode_config._rows.__wrapped__)
+    text = json.dumps({"gpus": {"X": {"num_sms": 8, "entries": found}}})
+    table = MeasuredTable(lambda: text, MlaDecodeConfig)
+    monkeypatch.setattr(mla_decode_config, "TABLE", table)
     assert dispatched_configs("16bit+same") == tuple(wanted)
     assert dispatched_configs("fp8+fp8") == ()
 

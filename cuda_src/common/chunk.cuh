@@ -39,6 +39,24 @@ __device__ __forceinline__ Chunk load_chunk_streaming(const void* source) {
   return chunk;
 }
 
+// Sixteen bytes in the same way, of any address where not kVector.
+template <bool kVector>
+__device__ __forceinline__ uint4 load_codes_streaming(const void* source) {
+  Chunk codes = {};
+  if constexpr (kVector) {
+    codes = load_chunk_streaming<true>(source);
+  } else {
+    const unsigned char* byte = static_cast<const unsigned char*>(source);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      unsigned int code;
+      asm volatile("ld.global.cg.u8 %0, [%1];" : "=r"(code) : "l"(byte + i));
+      codes.word[i / 4] |= code << (8 * (i % 4));
+    }
+  }
+  return make_uint4(codes.word[0], codes.word[1], codes.word[2], codes.word[3]);
+}
+
 template <bool kVector>
 __device__ __forceinline__ void store_chunk(void* target, const Chunk& chunk) {
   if constexpr (kVector) {

@@ -3,11 +3,29 @@
 
 #include "chunk.cuh"
 #include "float32.cuh"
+#include "slots.cuh"
 
 namespace k3cupy {
 
 constexpr int kRopePairs = 32;                   // a 64-wide head: 32 cosines, then 32 sines
 constexpr int kChunkPairs = kChunkElements / 2;  // pairs that one thread turns
+
+// Where the angles of a token are: its position, clamped, is a row of the table.
+struct RopeTable {
+  const char* positions;
+  unsigned int position_is_wide;
+  long long position_stride;
+  const char* cos_sin_cache;
+  long long table_stride;
+  long long max_position;
+
+  __device__ __forceinline__ const float* row_of(unsigned int token) const {
+    long long p =
+        Index(positions + token * position_stride, position_is_wide).value(position_is_wide);
+    p = p < 0 ? 0 : (p >= max_position ? max_position - 1 : p);
+    return reinterpret_cast<const float*>(cos_sin_cache + p * table_stride);
+  }
+};
 
 struct ChunkAngles {
   float cosine[kChunkPairs];

@@ -3,6 +3,13 @@
 
 namespace k3cupy {
 
+struct SlotMapping {
+  const char* base;
+  long long stride;
+  unsigned int is_wide;
+  unsigned int num_tokens;
+};
+
 // One index. The halves are loaded apart and joined at their first use, so that loads issued
 // together stay together.
 struct Index {
@@ -58,6 +65,40 @@ struct LaterSlots {
       found |= first + 32 * i < num_tokens && low[i] == slot_low;
     }
     return found;
+  }
+};
+
+constexpr unsigned int kNoSlot = 0xffffffffu;
+
+// The whole slots of tokens first, first + kStep, ...: kCount loads, of which none waits for another,
+// past L1 because a block reads a slot once. A token that does not exist is not read.
+template <int kCount, int kStep>
+struct SlotBatch {
+  unsigned int low[kCount];
+  unsigned int high[kCount];
+
+  __device__ __forceinline__ SlotBatch(unsigned int first, const SlotMapping& slots) {
+    const char* address = slots.base + first * slots.stride;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      low[i] = kNoSlot;
+      high[i] = 0;
+      asm volatile(
+          "{ .reg .pred there, wide, narrow;\n"
+          "  setp.lt.u32 there, %3, %4;\n"
+          "  setp.ne.and.u32 wide, %5, 0, there;\n"
+          "  setp.eq.and.u32 narrow, %5, 0, there;\n"
+          "  @wide ld.global.cg.v2.u32 {%0, %1}, [%2];\n"
+          "  @narrow ld.global.cg.u32 %0, [%2]; }"
+          : "+r"(low[i]), "+r"(high[i])
+          : "l"(address), "r"(first + kStep * i), "r"(slots.num_tokens), "r"(slots.is_wide));
+      address += kStep * slots.stride;
+    }
+  }
+
+  // A slot, or kNoSlot for padding and for what lies outside the cache, of fewer than 2^31 slots.
+  __device__ __forceinline__ unsigned int in_range(int i, unsigned int num_slots) const {
+    return high[i] == 0 && low[i] < num_slots ? low[i] : kNoSlot;
   }
 };
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import numpy as np
 
+from k3cupy.runtime.dlpack import packed_strides
 from k3cupy.runtime.tensors import ALIGNMENT, TensorView, may_overlap
 
 
@@ -116,6 +118,49 @@ def check_rows_apart(name: str, v: TensorView) -> None:
         if stride < reach:
             reject(name, f"rows of {width} elements that do not overlap", f"strides {v.strides}")
         reach = (extent - 1) * stride + reach
+
+
+def check_packed(name: str, v: TensorView) -> None:
+    """Accept only a contiguous tensor; an axis of one element may carry any stride."""
+    if v.size == 0:
+        return
+    packed = packed_strides(v.shape)
+    odd = any(e > 1 and s != p for e, s, p in zip(v.shape, v.strides, packed, strict=True))
+    if odd:
+        reject(name, f"a contiguous tensor, strides {packed}", f"strides {v.strides}")
+
+
+def check_grad(views: Mapping[str, TensorView]) -> None:
+    """Refuse tensors that autograd follows, while it does: the operations have no backward.
+
+    Raises:
+        ValueError: a tensor requires grad and grad mode is on.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.is_grad_enabled():
+        return
+    for name, v in views.items():
+        if v.requires_grad:
+            reject(
+                name,
+                "a tensor without gradient",
+                "one that requires grad while grad mode is on",
+                "Call inside torch.no_grad() or torch.inference_mode()",
+            )
+
+
+def check_flags(**flags: Any) -> None:
+    """Accept only bools, and None for ``pdl``: a truthy value of another type is a mistake.
+
+    Raises:
+        TypeError: a flag is something else.
+    """
+    for name, value in flags.items():
+        if name == "pdl" and value is None:
+            continue
+        if not isinstance(value, bool):
+            accepted = "None, True or False" if name == "pdl" else "True or False"
+            reject(name, accepted, repr(value), error=TypeError)
 
 
 def check_scale_tensor(name: str, v: TensorView) -> None:

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
+from k3cupy.ops import checks
 from k3cupy.ops.decision import Decision
 from k3cupy.ops.mla_decode_config import SOURCE, MlaDecodeConfig
-from k3cupy.ops.mla_decode_plan import Plan, decide, make_plan
-from k3cupy.ops.mla_decode_validate import (
-    MlaDecodeCall,
-    check_flags,
-    check_grad,
-    check_split,
-    validate,
-    views_of,
-)
-from k3cupy.runtime import producers, sources, streams
+from k3cupy.ops.mla_decode_plan import decide, make_plan
+from k3cupy.ops.mla_decode_validate import ARGUMENTS, MlaDecodeCall, check_split, validate
+from k3cupy.ops.plan_cache import PlanCache
+from k3cupy.runtime import producers, sources
 
 
 def fused_mla_decode_q_concat_kv_cache_insert(
@@ -120,23 +114,18 @@ def fused_mla_decode_q_concat_kv_cache_insert(
     if split is not None:
         check_split(split)
     if type(ds_mla) is not bool or type(kv_inputs_ready) is not bool or type(pdl) not in _OPTIONAL:
-        check_flags(ds_mla, kv_inputs_ready, pdl)
+        checks.check_flags(ds_mla=ds_mla, kv_inputs_ready=kv_inputs_ready, pdl=pdl)
     owners: list[Any] = []
     signature: Sequence[Any]
     if probed is not None:
         addresses, signature = probed
     else:
-        try:
-            handle = None if stream is None else streams.handle_of(stream)
-            addresses, signature, owners = producers.probe_all(values, handle)
-        except Exception:
-            views_of(values)  # says in words what cannot be read
-            raise
+        addresses, signature, owners = ARGUMENTS.probe(values, stream)
     key = (*signature, ds_mla, kv_inputs_ready, split, pdl, sources.epoch(SOURCE))
     plan = _plans.get(key)
     if plan is None:
         plan = make_plan(MlaDecodeCall(values, ds_mla, kv_inputs_ready), split, pdl, stream)
-        _remember(key, plan)
+        _plans.remember(key, plan)
     result = plan.run(values, addresses, stream)
     del owners  # memory that exists only for this call has been used, or queued to be
     return result
@@ -181,23 +170,12 @@ def explain_mla_decode(
         cos_sin_cache,
         out,
     )
-    check_flags(ds_mla, kv_inputs_ready, pdl)
+    checks.check_flags(ds_mla=ds_mla, kv_inputs_ready=kv_inputs_ready, pdl=pdl)
     call = MlaDecodeCall(values, ds_mla, kv_inputs_ready)
     problem = validate(call)
-    check_grad(problem.views)
+    checks.check_grad(problem.views)
     return decide(problem, check_split(split), pdl)
 
 
-# --- The plan cache: a plan is everything about a call but its addresses and its scale numbers ---
-
-_plans: dict[Any, Plan] = {}
-_plans_lock = threading.Lock()
-_MAX_PLANS = 4096
+_plans = PlanCache()
 _OPTIONAL = (type(None), bool)
-
-
-def _remember(key: Any, plan: Plan) -> None:
-    with _plans_lock:
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        _plans[key] = plan

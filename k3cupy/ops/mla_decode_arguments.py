@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from k3cupy.ops.mla_decode_validate import TENSORS, MlaDecodeProblem
+from k3cupy.ops import mla_decode_validate
+from k3cupy.ops.mla_decode_validate import MlaDecodeProblem
 from k3cupy.runtime import launch
-from k3cupy.runtime.tensors import TensorView
+from k3cupy.runtime.tensors import byte_stride
 
 ARGUMENTS = (
     "cache_blocks",
@@ -62,8 +63,8 @@ def pointers_of(problem: MlaDecodeProblem, start: int) -> tuple[tuple[int, int, 
     return tuple(
         (
             ARGUMENTS.index(name),
-            TENSORS.index(name),
-            start * _byte_stride(v, 0) if name in _ONE_PER_TOKEN else 0,
+            mla_decode_validate.ARGUMENTS.index(name),
+            start * byte_stride(v, 0) if name in _ONE_PER_TOKEN else 0,
         )
         for name, v in problem.views.items()
         if name != "out"
@@ -76,7 +77,7 @@ def fixed_arguments(problem: MlaDecodeProblem, num_tokens: int, cache_blocks: in
     wide = np.int64 if not problem.variant.vector else np.uint32
 
     def stride(name: str, axis: int) -> Any:
-        return wide(_byte_stride(views[name], axis))
+        return wide(byte_stride(views[name], axis))
 
     block_size = max(views["kv_cache"].shape[1], 1)
     heads_magic, heads_shift = launch.divisor_constants(problem.num_heads)
@@ -102,18 +103,13 @@ def fixed_arguments(problem: MlaDecodeProblem, num_tokens: int, cache_blocks: in
         "block_size_magic": np.uint32(block_magic),
         "block_size_shift": np.uint32(block_shift),
         "slot_is_wide": np.uint32(views["slot_mapping"].dtype == "int64"),
-        "slot_stride": _byte_stride(views["slot_mapping"], 0),
+        "slot_stride": byte_stride(views["slot_mapping"], 0),
         "cache_scale_value": np.float32(1),
         "position_is_wide": np.uint32(0),
     }
     if problem.variant.rope:
         values["position_is_wide"] = np.uint32(views["positions"].dtype == "int64")
-        values["position_stride"] = _byte_stride(views["positions"], 0)
-        values["table_stride"] = _byte_stride(views["cos_sin_cache"], 0)
+        values["position_stride"] = byte_stride(views["positions"], 0)
+        values["table_stride"] = byte_stride(views["cos_sin_cache"], 0)
         values["max_position"] = views["cos_sin_cache"].shape[0]
     return [values.get(name, 0) for name in ARGUMENTS]
-
-
-def _byte_stride(v: TensorView, axis: int) -> int:
-    """Return a stride in bytes; an axis of one element may carry any stride and gets 0."""
-    return v.strides[axis] * v.itemsize if v.shape[axis] > 1 else 0

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import json
-import math
 from dataclasses import dataclass
-from importlib import resources
-from typing import Any
 
-from k3cupy.constants import CHUNK_ELEMENTS, KV_LORA_RANK, LATENT_DIM
+from k3cupy.constants import CHUNK_ELEMENTS, CTYPES, KV_LORA_RANK, LATENT_DIM
+from k3cupy.ops.measured_table import MeasuredTable
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.instances import Instance
 
@@ -20,7 +16,6 @@ _NOPE_CHUNKS = KV_LORA_RANK // CHUNK_ELEMENTS
 _TILE_LANES = 16
 _MAX_THREADS = 1024
 
-_CTYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half"}
 _CACHE_FORMATS = {"same": "kSame", "fp8": "kFp8", "ds_mla": "kDsMla"}
 
 
@@ -47,7 +42,7 @@ class MlaDecodeVariant:
     def is_valid(self) -> bool:
         """Return whether the kernel exists for this combination."""
         return (
-            self.dtype in _CTYPES
+            self.dtype in CTYPES
             and self.cache in _CACHE_FORMATS
             and not (self.query_fp8 and self.cache == "ds_mla")
         )
@@ -103,7 +98,7 @@ class MlaDecodeConfig:
         """Return the C++ name of the instance."""
         flags = [variant.rope, variant.kv_inputs_ready, variant.vector]
         arguments = [
-            _CTYPES[variant.dtype],
+            CTYPES[variant.dtype],
             _flag(variant.query_fp8),
             f"k3cupy::CacheFormat::{_CACHE_FORMATS[variant.cache]}",
             *(_flag(flag) for flag in flags),
@@ -145,30 +140,7 @@ DEFAULTS = {
 """The configuration meant by ``split=0``, ``1`` or ``3``."""
 
 
-@dataclass(frozen=True)
-class _Row:
-    num_rows: int
-    config: MlaDecodeConfig
-
-
-@functools.cache
-def _table() -> dict[str, Any]:
-    text = resources.files("k3cupy.ops").joinpath("tables/mla_decode.json").read_text("utf-8")
-    table: dict[str, Any] = json.loads(text)
-    return table
-
-
-@functools.cache
-def _rows(gpu: str, kind: str) -> tuple[_Row, ...]:
-    return tuple(
-        _Row(entry["num_rows"], MlaDecodeConfig(**entry["chosen"]))
-        for entry in _table()["gpus"][gpu]["entries"]
-        if entry["kind"] == kind
-    )
-
-
-def _nearest(rows: tuple[_Row, ...], num_rows: float) -> _Row:
-    return min(rows, key=lambda row: abs(math.log(row.num_rows / max(num_rows, 1.0))))
+TABLE = MeasuredTable.shipped("mla_decode.json", MlaDecodeConfig)
 
 
 def choose(
@@ -186,21 +158,12 @@ def choose(
         num_heads: H.
         device: the GPU.
     """
-    num_rows = num_tokens * (num_heads + 1)
-    gpus = _table()["gpus"]
-    if device.name in gpus:
-        row = _nearest(_rows(device.name, variant.kind), num_rows)
-        return row.config, f"measured on {device.name} at {row.num_rows} rows, here {num_rows}"
-    known, facts = next(iter(gpus.items()))
-    equivalent = num_rows * facts["num_sms"] / device.num_sms
-    row = _nearest(_rows(known, variant.kind), equivalent)
-    return row.config, (
-        f"{device.name} has no measured table; {num_rows} rows on {device.num_sms} SMs take the "
-        f"choice of {known} at {row.num_rows} rows ({facts['num_sms']} SMs)"
-    )
+    found = TABLE.choose(variant.kind, num_tokens * (num_heads + 1), device)
+    if found is None:
+        return DEFAULTS[0], f"no measured table has {variant.kind}"
+    return found
 
 
 def dispatched_configs(kind: str) -> tuple[MlaDecodeConfig, ...]:
     """Return every configuration that some shipped table names for a kind of variant."""
-    found = (row.config for gpu in _table()["gpus"] for row in _rows(gpu, kind))
-    return tuple(dict.fromkeys(found))
+    return TABLE.configs(kind)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from k3cupy.ops import checks
 from k3cupy.ops.mla_decode_config import (
@@ -13,15 +14,30 @@ from k3cupy.ops.mla_decode_config import (
     dispatched_configs,
 )
 from k3cupy.ops.mla_decode_validate import check_split
+from k3cupy.ops.mla_prefill_config import (
+    INSERTS,
+    KEY_CONCAT,
+    KEY_CONCAT_DS_MLA,
+    KV_CONCAT,
+    KV_CONCAT_QUANT,
+    QKV_QUANT,
+    MlaPrefillConfig,
+    MlaPrefillVariant,
+)
+from k3cupy.ops.mla_prefill_config import OPS as PREFILL_OPS
+from k3cupy.ops.mla_prefill_config import dispatched_configs as dispatched_prefill_configs
+from k3cupy.ops.mla_prefill_validate import check_config
 from k3cupy.runtime import devices, instances, toolchain
 from k3cupy.runtime.instances import Instance
 
 _CACHES = {"bf16": "same", "fp16": "same", "same": "same", "fp8": "fp8", "fp8_ds_mla": "ds_mla"}
-_OPS = ("mla_decode",)
+_DECODE, _PREFILL = "mla_decode", "mla_prefill"
+_OPS = (_DECODE, _PREFILL, *PREFILL_OPS)
+_INSERT_OF = {"same": KEY_CONCAT, "fp8": QKV_QUANT, "ds_mla": KEY_CONCAT_DS_MLA}
 
 
 def warmup(
-    op: str = "mla_decode",
+    op: str = _DECODE,
     *,
     dtype: str | Sequence[str] = "bfloat16",
     kv_cache: str | Sequence[str] = ("bf16", "fp8", "fp8_ds_mla"),
@@ -30,6 +46,7 @@ def warmup(
     kv_inputs_ready: bool | Sequence[bool] = False,
     vector: bool | Sequence[bool] = True,
     split: int | MlaDecodeConfig | None = None,
+    config: MlaPrefillConfig | None = None,
     device: int | None = None,
     max_workers: int | None = None,
     progress: bool = True,
@@ -39,14 +56,17 @@ def warmup(
     Every argument that takes one value also takes several, and all combinations are compiled.
 
     Args:
-        op: the operation, ``"mla_decode"``.
+        op: ``"mla_decode"``; ``"mla_prefill"`` for the prefill operations of the caches named by
+            ``kv_cache`` and both context operations; or the name of one of those.
         dtype: of the inputs, ``"bfloat16"`` or ``"float16"``.
         kv_cache: ``"bf16"`` (or ``"fp16"``: the inputs' type), ``"fp8"``, ``"fp8_ds_mla"``.
-        query_fp8: e4m3 query; None: with an fp8 cache, as in serving.
+        query_fp8: decode: e4m3 query; None: with an fp8 cache, as in serving.
         rope: with positions.
-        kv_inputs_ready: instances for that promise.
+        kv_inputs_ready: decode: instances for that promise.
         vector: True for rows at multiples of 16 bytes, False for the element-wise instance.
-        split: as for the operation; None compiles every configuration that the table may choose.
+        split: decode: as for the operation; None compiles every configuration that the table may
+            choose.
+        config: prefill: the same.
         device: GPU ordinal; by default the current one.
         max_workers: compiling threads; by default one per CPU core, 16 at most.
         progress: show a progress bar on standard error.
@@ -55,7 +75,7 @@ def warmup(
         The number of instances that are ready.
 
     Raises:
-        ValueError: an argument names nothing that exists.
+        ValueError: an argument names nothing that exists, or is for the other kind of operation.
         ToolchainError, CompileError: the kernels cannot be built here.
 
     Example:
@@ -65,11 +85,31 @@ def warmup(
     if op not in _OPS:
         checks.reject("op", " or ".join(map(repr, _OPS)), repr(op))
     check_split(split)
-    chosen = tuple(
-        config.instance(variant)
-        for variant in _variants(dtype, kv_cache, query_fp8, rope, kv_inputs_ready, vector)
-        for config in _configs(variant, split)
-    )
+    check_config(config)
+    for name in _names(kv_cache):
+        if name not in _CACHES:
+            checks.reject("kv_cache", " or ".join(map(repr, _CACHES)), repr(name))
+    for name in _names(dtype):
+        if not MlaDecodeVariant(name).is_valid():
+            checks.reject("dtype", "'bfloat16' or 'float16'", repr(name))
+    caches = [_CACHES[name] for name in _names(kv_cache)]
+    if op == _DECODE:
+        _refuse(op, config=config)
+        chosen = tuple(
+            decode_config.instance(variant)
+            for variant in _variants(dtype, caches, query_fp8, rope, kv_inputs_ready, vector)
+            for decode_config in _configs(variant, split)
+        )
+    else:
+        ready = kv_inputs_ready if kv_inputs_ready is not False else None
+        _refuse(op, split=split, query_fp8=query_fp8, kv_inputs_ready=ready)
+        inserts = [_INSERT_OF[cache] for cache in caches]
+        wanted = (*inserts, KV_CONCAT, KV_CONCAT_QUANT) if op == _PREFILL else (op,)
+        chosen = tuple(
+            prefill_config.instance(variant)
+            for variant in _prefill_variants(wanted, dtype, rope, vector)
+            for prefill_config in ([config] if config else dispatched_prefill_configs(variant))
+        )
     count = devices.count()
     ordinal = toolchain.cupy().cuda.runtime.getDevice() if device is None else device
     if not 0 <= ordinal < count:
@@ -87,32 +127,46 @@ def _flags(value: bool | Sequence[bool]) -> Sequence[bool]:
     return [value] if isinstance(value, bool) else value
 
 
+def _refuse(op: str, **options: Any) -> None:
+    """Refuse options that mean nothing to an operation."""
+    for name, value in options.items():
+        if value is not None:
+            checks.reject(name, f"nothing with op={op!r}", repr(value))
+
+
 def _variants(
     dtype: str | Sequence[str],
-    kv_cache: str | Sequence[str],
+    caches: Sequence[str],
     query_fp8: bool | Sequence[bool] | None,
     rope: bool | Sequence[bool],
     kv_inputs_ready: bool | Sequence[bool],
     vector: bool | Sequence[bool],
 ) -> Iterator[MlaDecodeVariant]:
-    for name in _names(kv_cache):
-        if name not in _CACHES:
-            checks.reject("kv_cache", " or ".join(map(repr, _CACHES)), repr(name))
-    for name in _names(dtype):
-        if not MlaDecodeVariant(name).is_valid():
-            checks.reject("dtype", "'bfloat16' or 'float16'", repr(name))
     for kind, cache, turned, ready, wide in itertools.product(
-        _names(dtype),
-        [_CACHES[name] for name in _names(kv_cache)],
-        _flags(rope),
-        _flags(kv_inputs_ready),
-        _flags(vector),
+        _names(dtype), caches, _flags(rope), _flags(kv_inputs_ready), _flags(vector)
     ):
         for query in [cache == "fp8"] if query_fp8 is None else _flags(query_fp8):
             variant = MlaDecodeVariant(kind, query, cache, turned, ready, wide)
             if not variant.is_valid():
                 checks.reject("query_fp8", "False with an fp8_ds_mla cache", "True")
             yield variant
+
+
+def _prefill_variants(
+    ops: Sequence[str],
+    dtype: str | Sequence[str],
+    rope: bool | Sequence[bool],
+    vector: bool | Sequence[bool],
+) -> Iterator[MlaPrefillVariant]:
+    """Yield what exists; the context operations have no RoPE, and one takes k_pe in e4m3 too."""
+    for op, kind, turned, wide in itertools.product(
+        ops, _names(dtype), _flags(rope), _flags(vector)
+    ):
+        for k_pe_fp8 in (False, True):
+            turns = turned and op in INSERTS
+            variant = MlaPrefillVariant(op, kind, turns, k_pe_fp8, wide)
+            if variant.is_valid():
+                yield variant
 
 
 def _configs(

@@ -1,4 +1,4 @@
-"""fp8 e4m3 on the CPU: the kernels' rule for values that do not fit and for NaN."""
+"""fp8 e4m3 on the CPU: the kernels' rules for values that do not fit and for NaN."""
 
 from __future__ import annotations
 
@@ -16,6 +16,14 @@ def to_e4m3(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
     """Return the e4m3 codes of fp32 values: nearest even, saturating, NaN as 0x7F."""
     codes = np.clip(values, -_MAX, _MAX).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     return np.where(np.isnan(values), np.uint8(_NAN_CODE), codes)
+
+
+def cast_e4m3(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+    """Return the e4m3 codes of PyTorch's plain cast: as ``to_e4m3``, but NaN keeps its sign.
+
+    PyTorch saturates since 2.12; before, values past 464 became NaN.
+    """
+    return to_e4m3(values) | np.where(np.signbit(values), np.uint8(0x80), np.uint8(0))
 
 
 def tile_scales(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

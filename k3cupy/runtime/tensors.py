@@ -136,6 +136,11 @@ def as_cupy(v: TensorView, owner: Any) -> Any:
     return cupy.ndarray(v.shape, element, memptr=pointer, strides=strides)
 
 
+def byte_stride(v: TensorView, axis: int) -> int:
+    """Return a stride in bytes; an axis of one element may carry any stride and gets 0."""
+    return v.strides[axis] * v.itemsize if v.shape[axis] > 1 else 0
+
+
 def may_overlap(a: TensorView, b: TensorView) -> bool:
     """Return whether two tensors share a byte.
 

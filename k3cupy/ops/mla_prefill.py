@@ -1,0 +1,381 @@
+"""The MLA prefill and context epilogues: join keys, cast to e4m3, write the latent cache rows.
+
+T is num_tokens, H is num_heads. All five take the same keyword arguments:
+
+- ``out``: a contiguous tensor, or a tuple of them, to be written and returned instead of new ones.
+- ``stream``: an int handle or an object with ``__cuda_stream__``. By default PyTorch's current
+  stream, or CuPy's where no argument is a PyTorch tensor.
+- ``pdl``: programmatic dependent launch. None: on, where the GPU has it (sm_90 and newer). The
+  kernel itself waits for its predecessor before it reads, so both are safe.
+- ``config``: an ``MlaPrefillConfig``; None takes the measured table. All give the same bits.
+
+And all raise the same:
+
+- TypeError, ValueError: an argument does not fit; the text names it. Nothing was written.
+- CaptureError: the instance is not loaded and the stream is capturing a graph.
+- CompileError, ToolchainError: the kernel cannot be built here; the text says why.
+
+Tensors may come from PyTorch, CuPy, NumPy, JAX or any DLPack producer, all on one CUDA device, or
+all on the CPU, where the same function runs in NumPy. Outputs are tensors of the first input's
+framework; CuPy has no float8 and gets the codes as uint8.
+
+Source: the public Kimi-K3 prefill epilogues of vLLM, whose names and arguments these are.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from k3cupy.ops import checks
+from k3cupy.ops.arguments import Values
+from k3cupy.ops.decision import Decision
+from k3cupy.ops.mla_prefill_config import (
+    KEY_CONCAT,
+    KEY_CONCAT_DS_MLA,
+    KV_CONCAT,
+    KV_CONCAT_QUANT,
+    OPS,
+    QKV_QUANT,
+    SOURCE,
+    MlaPrefillConfig,
+)
+from k3cupy.ops.mla_prefill_plan import decide, make_plan
+from k3cupy.ops.mla_prefill_validate import OPERATIONS, Operation, check_config, validate
+from k3cupy.ops.plan_cache import PlanCache
+from k3cupy.runtime import sources
+
+
+def fused_mla_key_concat_kv_cache_insert(
+    q: Any,
+    k_nope: Any,
+    k_pe: Any,
+    kv_c_normed: Any,
+    kv_cache: Any,
+    slot_mapping: Any,
+    positions: Any = None,
+    cos_sin_cache: Any = None,
+    *,
+    out: Any = None,
+    stream: Any = None,
+    pdl: bool | None = None,
+    config: MlaPrefillConfig | None = None,
+) -> Any:
+    """Join the prefill keys, turn the query in place and write the latent rows, in one launch.
+
+    ``k[t, h] = [k_nope[t, h] | rope(k_pe[t])]``. With positions ``q[..., 128:]`` is turned in
+    place, without them q is neither read nor written. For every slot that is not negative
+    ``cache[slot_mapping[t]] = [kv_c_normed[t] | rope(k_pe[t])]``. ``rope`` turns neighbouring pairs
+    (GPT-J style) in fp32 and is the identity without positions.
+
+    Args:
+        q: [T, H, 192], bfloat16 or float16. Inner stride 1, other strides free.
+        k_nope: [T, H, 128], same type, for example half of a [T, H, 256] GEMM output.
+        k_pe: [T, 64] or [T, 1, 64], same type.
+        kv_c_normed: [T, 512], same type.
+        kv_cache: [num_blocks, block_size, 576] of the inputs' type, written in place. Inner stride
+            1, block and token strides free. Bytes of other slots stay as they were.
+        slot_mapping: [>= T] int64 or int32, slot = block * block_size + offset. Negative slots are
+            padding; slots past the cache are skipped like it. Of tokens with one slot the last
+            writes. Entries past T are not read.
+        positions: [>= T] int64 or int32, clamped to the table. With cos_sin_cache or not at all.
+        cos_sin_cache: [max_position, 64] float32: 32 cosines, then 32 sines.
+        out: [T, H, 192], contiguous; see the module for this and the other keyword arguments.
+        stream: where to run.
+        pdl: programmatic dependent launch.
+        config: mapping of threads.
+
+    Returns:
+        k, [T, H, 192] contiguous, in the inputs' type.
+
+    Raises:
+        TypeError, ValueError, CaptureError, CompileError, ToolchainError: see the module.
+
+    Example:
+        >>> import torch, k3cupy
+        >>> T, H = 3, 12
+        >>> rand = lambda *shape: torch.randn(*shape, dtype=torch.bfloat16)
+        >>> cache = torch.zeros(8, 64, 576, dtype=torch.bfloat16)
+        >>> k = k3cupy.fused_mla_key_concat_kv_cache_insert(
+        ...     rand(T, H, 192), rand(T, H, 128), rand(T, 64), rand(T, 512),
+        ...     cache, torch.tensor([64, 65, 66]))
+        >>> k.shape
+        torch.Size([3, 12, 192])
+    """
+    inputs = (q, k_nope, k_pe, kv_c_normed, kv_cache, slot_mapping, positions, cos_sin_cache)
+    return _run(OPERATIONS[KEY_CONCAT], inputs, out, stream, pdl, config)
+
+
+def fused_mla_key_concat_ds_mla_insert(
+    q: Any,
+    k_nope: Any,
+    k_pe: Any,
+    kv_c_normed: Any,
+    kv_cache: Any,
+    slot_mapping: Any,
+    positions: Any = None,
+    cos_sin_cache: Any = None,
+    *,
+    out: Any = None,
+    stream: Any = None,
+    pdl: bool | None = None,
+    config: MlaPrefillConfig | None = None,
+) -> Any:
+    """Do what ``fused_mla_key_concat_kv_cache_insert`` does, with the 656-byte cache.
+
+    A row of the cache is 512 e4m3 bytes in tiles of 128, four fp32 tile scales, and 64 RoPE values
+    in the inputs' type.
+
+    Args:
+        q: [T, H, 192], bfloat16 or float16, turned in place with positions.
+        k_nope: [T, H, 128], same type.
+        k_pe: [T, 64] or [T, 1, 64], same type.
+        kv_c_normed: [T, 512], same type.
+        kv_cache: [num_blocks, block_size, 656] uint8, written in place.
+        slot_mapping: [>= T] int64 or int32; negative slots are padding.
+        positions: [>= T] int64 or int32. With cos_sin_cache or not at all.
+        cos_sin_cache: [max_position, 64] float32.
+        out: [T, H, 192], contiguous; see the module for this and the other keyword arguments.
+        stream: where to run.
+        pdl: programmatic dependent launch.
+        config: mapping of threads.
+
+    Returns:
+        k, [T, H, 192] contiguous, in the inputs' type.
+
+    Raises:
+        TypeError, ValueError, CaptureError, CompileError, ToolchainError: see the module.
+
+    Example:
+        >>> import torch, k3cupy
+        >>> T, H = 3, 12
+        >>> rand = lambda *shape: torch.randn(*shape, dtype=torch.bfloat16)
+        >>> cache = torch.zeros(8, 64, 656, dtype=torch.uint8)
+        >>> k = k3cupy.fused_mla_key_concat_ds_mla_insert(
+        ...     rand(T, H, 192), rand(T, H, 128), rand(T, 64), rand(T, 512),
+        ...     cache, torch.tensor([64, 65, 66]))
+        >>> k.shape
+        torch.Size([3, 12, 192])
+    """
+    inputs = (q, k_nope, k_pe, kv_c_normed, kv_cache, slot_mapping, positions, cos_sin_cache)
+    return _run(OPERATIONS[KEY_CONCAT_DS_MLA], inputs, out, stream, pdl, config)
+
+
+def fused_mla_qkv_quant_kv_cache_fp8_insert(
+    q: Any,
+    k_nope: Any,
+    k_pe: Any,
+    kv_c_normed: Any,
+    v: Any,
+    kv_cache: Any,
+    slot_mapping: Any,
+    q_scale_inv: Any,
+    k_scale_inv: Any,
+    v_scale_inv: Any,
+    cache_scale_inv: Any,
+    positions: Any = None,
+    cos_sin_cache: Any = None,
+    *,
+    out: Any = None,
+    stream: Any = None,
+    pdl: bool | None = None,
+    config: MlaPrefillConfig | None = None,
+) -> Any:
+    """Cast prefill query, key and value to e4m3 and write e4m3 latent rows, in one launch.
+
+    Each of the four is ``x * scale_inv`` in fp32, rounded once to nearest even; RoPE, with
+    positions, comes before the scale. What does not fit saturates to +-448, NaN stays NaN (code
+    0x7F). q itself is left alone.
+
+    Args:
+        q: [T, H, 192], bfloat16 or float16.
+        k_nope: [T, H, 128], same type, for example half of a [T, H, 256] GEMM output.
+        k_pe: [T, 64] or [T, 1, 64], same type.
+        kv_c_normed: [T, 512], same type.
+        v: [T, H, 128], same type, for example the other half.
+        kv_cache: [num_blocks, block_size, 576] float8_e4m3fn (uint8 is taken as its bytes), written
+            in place.
+        slot_mapping: [>= T] int64 or int32; negative slots are padding.
+        q_scale_inv: one fp32 element on the device, or a number above 0.
+        k_scale_inv: the same for the key.
+        v_scale_inv: the same for the value.
+        cache_scale_inv: the same for the cache rows.
+        positions: [>= T] int64 or int32. With cos_sin_cache or not at all.
+        cos_sin_cache: [max_position, 64] float32.
+        out: (q8, k8, v8), contiguous e4m3 or uint8; see the module for this and the other keyword
+            arguments.
+        stream: where to run.
+        pdl: programmatic dependent launch.
+        config: mapping of threads.
+
+    Returns:
+        (q8, k8, v8): [T, H, 192], [T, H, 192] and [T, H, 128] contiguous e4m3.
+
+    Raises:
+        TypeError, ValueError, CaptureError, CompileError, ToolchainError: see the module.
+
+    Example:
+        >>> import torch, k3cupy
+        >>> T, H = 3, 12
+        >>> rand = lambda *shape: torch.randn(*shape, dtype=torch.bfloat16)
+        >>> kv = rand(T, H, 256)
+        >>> cache = torch.zeros(8, 64, 576, dtype=torch.uint8)
+        >>> q8, k8, v8 = k3cupy.fused_mla_qkv_quant_kv_cache_fp8_insert(
+        ...     rand(T, H, 192), kv[..., :128], rand(T, 64), rand(T, 512), kv[..., 128:],
+        ...     cache, torch.tensor([64, 65, 66]), 1.0, 1.0, 1.0, 1.0)
+        >>> v8.dtype
+        torch.float8_e4m3fn
+    """
+    inputs = (
+        *(q, k_nope, k_pe, kv_c_normed, v, kv_cache, slot_mapping),
+        *(q_scale_inv, k_scale_inv, v_scale_inv, cache_scale_inv, positions, cos_sin_cache),
+    )
+    return _run(OPERATIONS[QKV_QUANT], inputs, out, stream, pdl, config)
+
+
+def fused_mla_kv_concat(
+    k_nope: Any,
+    k_pe: Any,
+    *,
+    out: Any = None,
+    stream: Any = None,
+    pdl: bool | None = None,
+    config: MlaPrefillConfig | None = None,
+) -> Any:
+    """Join the keys of context that was read back from the cache, where k_pe is turned already.
+
+    Args:
+        k_nope: [T, H, 128], bfloat16 or float16. Inner stride 1, other strides free.
+        k_pe: [T, 64] or [T, 1, 64], same type.
+        out: [T, H, 192], contiguous; see the module for this and the other keyword arguments.
+        stream: where to run.
+        pdl: programmatic dependent launch.
+        config: mapping of threads.
+
+    Returns:
+        k with ``k[t, h] = [k_nope[t, h] | k_pe[t]]``, [T, H, 192] contiguous, bit by bit.
+
+    Raises:
+        TypeError, ValueError, CaptureError, CompileError, ToolchainError: see the module.
+
+    Example:
+        >>> import torch, k3cupy
+        >>> kv = torch.randn(3, 12, 256, dtype=torch.bfloat16)
+        >>> k3cupy.fused_mla_kv_concat(kv[..., :128], kv[:, 0, :64]).shape
+        torch.Size([3, 12, 192])
+    """
+    return _run(OPERATIONS[KV_CONCAT], (k_nope, k_pe), out, stream, pdl, config)
+
+
+def fused_mla_kv_concat_quant_fp8(
+    k_nope: Any,
+    k_pe: Any,
+    v: Any,
+    *,
+    out: Any = None,
+    stream: Any = None,
+    pdl: bool | None = None,
+    config: MlaPrefillConfig | None = None,
+) -> Any:
+    """Join the keys of context and cast keys and values to e4m3 without a scale.
+
+    The cast is PyTorch's ``.to(torch.float8_e4m3fn)``: nearest even, what does not fit saturates to
+    +-448, NaN stays NaN with its sign (0x7F or 0xFF).
+
+    Args:
+        k_nope: [T, H, 128], bfloat16 or float16. Inner stride 1, other strides free.
+        k_pe: [T, 64] or [T, 1, 64], same type, or e4m3 (uint8 is taken as its bytes), which is
+            copied.
+        v: [T, H, 128], of k_nope's type.
+        out: (k8, v8), contiguous e4m3 or uint8; see the module for this and the other keyword
+            arguments.
+        stream: where to run.
+        pdl: programmatic dependent launch.
+        config: mapping of threads.
+
+    Returns:
+        (k8, v8): [T, H, 192] and [T, H, 128] contiguous e4m3.
+
+    Raises:
+        TypeError, ValueError, CaptureError, CompileError, ToolchainError: see the module.
+
+    Example:
+        >>> import torch, k3cupy
+        >>> kv = torch.randn(3, 12, 256, dtype=torch.bfloat16)
+        >>> k8, v8 = k3cupy.fused_mla_kv_concat_quant_fp8(
+        ...     kv[..., :128], kv[:, 0, :64], kv[..., 128:])
+        >>> k8.shape, v8.shape
+        (torch.Size([3, 12, 192]), torch.Size([3, 12, 128]))
+    """
+    return _run(OPERATIONS[KV_CONCAT_QUANT], (k_nope, k_pe, v), out, stream, pdl, config)
+
+
+def explain_mla_prefill(op: str, /, *args: Any, **kwargs: Any) -> Decision:
+    """Say what one of the five operations would run, and why; launch nothing.
+
+    Takes the arguments of that operation, validates them as it does, and raises the same errors.
+
+    Args:
+        op: its name.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+
+    Returns:
+        Backend, configuration, template instance and the reason in words.
+
+    Example:
+        >>> import torch, k3cupy
+        >>> kv = torch.randn(3, 12, 256, dtype=torch.bfloat16)
+        >>> print(k3cupy.explain_mla_prefill("fused_mla_kv_concat", kv[..., :128], kv[:, 0, :64]))
+        reference: the tensors are on the CPU
+    """
+    if op not in OPS:
+        checks.reject("op", " or ".join(map(repr, OPS)), repr(op))
+    operation = OPERATIONS[op]
+    bound = _SIGNATURES[op].bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    checks.check_flags(pdl=given["pdl"])
+    config = check_config(given["config"])
+    inputs = tuple(given[name] for name in operation.inputs)
+    problem = validate(operation, (*inputs, *operation.split_out(given["out"])))
+    checks.check_grad(problem.views)
+    return decide(problem, config, given["pdl"])
+
+
+_SIGNATURES = {
+    function.__name__: inspect.signature(function)
+    for function in (
+        fused_mla_key_concat_kv_cache_insert,
+        fused_mla_key_concat_ds_mla_insert,
+        fused_mla_qkv_quant_kv_cache_fp8_insert,
+        fused_mla_kv_concat,
+        fused_mla_kv_concat_quant_fp8,
+    )
+}
+
+_plans = PlanCache()
+
+
+def _run(
+    operation: Operation,
+    inputs: Values,
+    out: Any,
+    stream: Any,
+    pdl: bool | None,
+    config: MlaPrefillConfig | None,
+) -> Any:
+    if config is not None:
+        check_config(config)
+    if pdl is not None:
+        checks.check_flags(pdl=pdl)
+    values = (*inputs, *operation.split_out(out))
+    addresses, signature, owners = operation.arguments.probe(values, stream)
+    key = (operation.name, *signature, pdl, config, sources.epoch(SOURCE))
+    plan = _plans.get(key)
+    if plan is None:
+        plan = make_plan(operation, values, config, pdl, stream)
+        _plans.remember(key, plan)
+    result = plan.run(values, addresses, stream)
+    del owners  # memory that exists only for this call has been used, or queued to be
+    return result

@@ -1,0 +1,58 @@
+"""The same tensors as arrays of NumPy, JAX and CuPy, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import BF16, E4M3
+
+
+def wrapped(call: Any, wrap: Callable[[Any], Any], *names: str) -> dict[str, Any]:
+    """The call's arguments with the named tensors (all of them by default) wrapped."""
+    return {
+        name: wrap(value)
+        if isinstance(value, torch.Tensor) and (not names or name in names)
+        else value
+        for name, value in call.arguments().items()
+    }
+
+
+def torch_of(array: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Any CPU array as a tensor of the same bits."""
+    if isinstance(array, torch.Tensor):
+        return array
+    host = np.asarray(array)
+    integers = np.ascontiguousarray(host).view({1: np.uint8, 2: np.int16}[host.dtype.itemsize])
+    return torch.from_numpy(integers.copy()).view(dtype)
+
+
+def numpy_of(tensor: torch.Tensor) -> Any:
+    """The same memory as a NumPy array, bf16 and e4m3 through ml_dtypes."""
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    special = {BF16: ml_dtypes.bfloat16, E4M3: ml_dtypes.float8_e4m3fn}
+    if tensor.dtype not in special:
+        return tensor.numpy()
+    integers = {1: torch.uint8, 2: torch.int16}[tensor.element_size()]
+    return tensor.view(integers).numpy().view(special[tensor.dtype])
+
+
+def jax_of(tensor: torch.Tensor) -> Any:
+    jax = pytest.importorskip("jax")
+    array = jax.numpy.asarray(numpy_of(tensor.contiguous()))
+    assert array.dtype.itemsize == tensor.element_size()
+    return array
+
+
+def cupy_of(tensor: torch.Tensor) -> Any:
+    """The same GPU memory as a CuPy array, bf16 through ml_dtypes."""
+    cupy = pytest.importorskip("cupy")
+    if tensor.dtype == BF16:
+        ml_dtypes = pytest.importorskip("ml_dtypes")
+        return cupy.from_dlpack(tensor.view(torch.int16)).view(ml_dtypes.bfloat16)
+    if tensor.dtype == E4M3:
+        return cupy.from_dlpack(tensor.view(torch.uint8))
+    return cupy.from_dlpack(tensor)
