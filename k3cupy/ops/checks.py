@@ -183,8 +183,14 @@ def scale_value(name: str, value: Any) -> float:
     return rounded
 
 
-def misalignment(name: str, v: TensorView) -> str | None:
-    """Return in words why a tensor's rows cannot be moved by 128-bit accesses, or None."""
+def misalignment(name: str, v: TensorView, *, strides_are_64_bit: bool = False) -> str | None:
+    """Return in words why a tensor's rows cannot be moved by 128-bit accesses, or None.
+
+    Args:
+        name: the argument.
+        v: the tensor.
+        strides_are_64_bit: the kernel takes rows of any distance; else they are within 4 GiB.
+    """
     if v.size == 0:
         return None
     if v.address % ALIGNMENT:
@@ -196,6 +202,6 @@ def misalignment(name: str, v: TensorView) -> str | None:
             return (
                 f"{name} is not aligned: a stride of {stride} elements is no multiple of 16 bytes"
             )
-        if extent > 1 and step >= 1 << 32:
+        if extent > 1 and step >= 1 << 32 and not strides_are_64_bit:
             return f"{name} has rows {step} bytes apart, past the 4 GiB of the 128-bit kernel"
     return None
