@@ -120,14 +120,19 @@ def check_rows_apart(name: str, v: TensorView) -> None:
         reach = (extent - 1) * stride + reach
 
 
-def check_packed(name: str, v: TensorView) -> None:
-    """Accept only a contiguous tensor; an axis of one element may carry any stride."""
-    if v.size == 0:
-        return
+def is_packed(v: TensorView) -> bool:
+    """Return whether a tensor is contiguous; an axis of one element may carry any stride."""
     packed = packed_strides(v.shape)
-    odd = any(e > 1 and s != p for e, s, p in zip(v.shape, v.strides, packed, strict=True))
-    if odd:
-        reject(name, f"a contiguous tensor, strides {packed}", f"strides {v.strides}")
+    axes = zip(v.shape, v.strides, packed, strict=True)
+    return v.size == 0 or all(extent == 1 or stride == want for extent, stride, want in axes)
+
+
+def check_packed(name: str, v: TensorView) -> None:
+    """Accept only a contiguous tensor."""
+    if not is_packed(v):
+        reject(
+            name, f"a contiguous tensor, strides {packed_strides(v.shape)}", f"strides {v.strides}"
+        )
 
 
 def check_grad(views: Mapping[str, TensorView]) -> None:
