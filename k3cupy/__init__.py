@@ -7,6 +7,8 @@ the package makes no driver call and loads neither CuPy nor PyTorch.
 from __future__ import annotations
 
 from k3cupy.ops.decision import Decision
+from k3cupy.ops.fused_a_gemm import dsv3_fused_a_gemm, explain_fused_a_gemm, fused_a_gemm
+from k3cupy.ops.fused_a_gemm_config import FusedAGemmConfig, FusedAGemmVariant
 from k3cupy.ops.mla_decode import explain_mla_decode, fused_mla_decode_q_concat_kv_cache_insert
 from k3cupy.ops.mla_decode_config import MlaDecodeConfig, MlaDecodeVariant
 from k3cupy.ops.mla_prefill import (
@@ -29,14 +31,19 @@ __all__ = [
     "CaptureError",
     "CompileError",
     "Decision",
+    "FusedAGemmConfig",
+    "FusedAGemmVariant",
     "MlaDecodeConfig",
     "MlaDecodeVariant",
     "MlaPrefillConfig",
     "MlaPrefillVariant",
     "ToolchainError",
     "config_info",
+    "dsv3_fused_a_gemm",
+    "explain_fused_a_gemm",
     "explain_mla_decode",
     "explain_mla_prefill",
+    "fused_a_gemm",
     "fused_mla_decode_q_concat_kv_cache_insert",
     "fused_mla_key_concat_ds_mla_insert",
     "fused_mla_key_concat_kv_cache_insert",

@@ -120,14 +120,19 @@ def check_rows_apart(name: str, v: TensorView) -> None:
         reach = (extent - 1) * stride + reach
 
 
-def check_packed(name: str, v: TensorView) -> None:
-    """Accept only a contiguous tensor; an axis of one element may carry any stride."""
-    if v.size == 0:
-        return
+def is_packed(v: TensorView) -> bool:
+    """Return whether a tensor is contiguous; an axis of one element may carry any stride."""
     packed = packed_strides(v.shape)
-    odd = any(e > 1 and s != p for e, s, p in zip(v.shape, v.strides, packed, strict=True))
-    if odd:
-        reject(name, f"a contiguous tensor, strides {packed}", f"strides {v.strides}")
+    axes = zip(v.shape, v.strides, packed, strict=True)
+    return v.size == 0 or all(extent == 1 or stride == want for extent, stride, want in axes)
+
+
+def check_packed(name: str, v: TensorView) -> None:
+    """Accept only a contiguous tensor."""
+    if not is_packed(v):
+        reject(
+            name, f"a contiguous tensor, strides {packed_strides(v.shape)}", f"strides {v.strides}"
+        )
 
 
 def check_grad(views: Mapping[str, TensorView]) -> None:
@@ -183,8 +188,14 @@ def scale_value(name: str, value: Any) -> float:
     return rounded
 
 
-def misalignment(name: str, v: TensorView) -> str | None:
-    """Return in words why a tensor's rows cannot be moved by 128-bit accesses, or None."""
+def misalignment(name: str, v: TensorView, *, strides_are_64_bit: bool = False) -> str | None:
+    """Return in words why a tensor's rows cannot be moved by 128-bit accesses, or None.
+
+    Args:
+        name: the argument.
+        v: the tensor.
+        strides_are_64_bit: the kernel takes rows of any distance; else they are within 4 GiB.
+    """
     if v.size == 0:
         return None
     if v.address % ALIGNMENT:
@@ -196,6 +207,6 @@ def misalignment(name: str, v: TensorView) -> str | None:
             return (
                 f"{name} is not aligned: a stride of {stride} elements is no multiple of 16 bytes"
             )
-        if extent > 1 and step >= 1 << 32:
+        if extent > 1 and step >= 1 << 32 and not strides_are_64_bit:
             return f"{name} has rows {step} bytes apart, past the 4 GiB of the 128-bit kernel"
     return None

@@ -41,16 +41,27 @@ class LoadedKernel:
         kernel: cuda-core's kernel object, ready to launch.
         registers: per thread.
         local_bytes: local memory per thread; 0 in every kernel of ours.
+        device: GPU ordinal.
+        function: CuPy's function object.
         module: CuPy's module, which owns the code.
     """
 
     kernel: Any
     registers: int
     local_bytes: int
+    device: int
+    function: Any
     module: Any
+
+    def allow_shared_memory(self, size: int) -> None:
+        """Let a block have ``size`` bytes of dynamic shared memory; the limit only ever grows."""
+        with _limit_lock, devices.current(self.device):
+            if size > self.function.max_dynamic_shared_size_bytes:
+                self.function.max_dynamic_shared_size_bytes = size
 
 
 _lock = threading.Lock()
+_limit_lock = threading.Lock()
 _memory_cache_lock = threading.Lock()
 _loaded: dict[tuple[int, Instance, str], Future[LoadedKernel]] = {}
 _warned: set[tuple[Path, int | None]] = set()
@@ -146,6 +157,8 @@ def _compile(instance: Instance, source: sources.Source, device: int) -> LoadedK
             kernel=core.Kernel.from_handle(function.kernel.ptr),
             registers=function.num_regs,
             local_bytes=function.local_size_bytes,
+            device=device,
+            function=function,
             module=module,
         )
 

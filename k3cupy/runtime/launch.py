@@ -27,7 +27,16 @@ Launcher = Callable[[int, Sequence[Any]], None]
 """Queues a kernel: (stream handle, arguments). Pointers and 64-bit values are Python ints."""
 
 
-def make_launcher(device: int, kernel: Any, *, grid: int, block: int, pdl: bool) -> Launcher:
+def make_launcher(
+    device: int,
+    kernel: Any,
+    *,
+    grid: int,
+    block: int,
+    pdl: bool,
+    shared_bytes: int = 0,
+    cluster: int = 1,
+) -> Launcher:
     """Return the launch of a kernel on one GPU; the caller's current device stays as it is.
 
     A closure, because it runs on every call and attributes of an object cost more.
@@ -35,14 +44,22 @@ def make_launcher(device: int, kernel: Any, *, grid: int, block: int, pdl: bool)
     Args:
         device: GPU ordinal.
         kernel: ``LoadedKernel.kernel``.
-        grid: blocks.
+        grid: clusters; with ``cluster=1`` that is blocks.
         block: threads a block.
         pdl: set the attribute for programmatic dependent launch, with which the kernel may start
             before its predecessor ends.
+        shared_bytes: dynamic shared memory a block; see ``LoadedKernel.allow_shared_memory``.
+        cluster: blocks a cluster; above 1 from sm_90 on.
     """
     core = toolchain.cuda_core()
     queue = core.launch
-    config = core.LaunchConfig(grid=grid, block=block, programmatic_stream_serialization=pdl)
+    config = core.LaunchConfig(
+        grid=grid,
+        block=block,
+        shmem_size=shared_bytes,
+        programmatic_stream_serialization=pdl,
+        **({"cluster": cluster} if cluster > 1 else {}),
+    )
     get_device = toolchain.cupy().cuda.runtime.getDevice
     thread = threading.local()
 

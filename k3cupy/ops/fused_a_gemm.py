@@ -1,0 +1,166 @@
+"""The fused-A GEMM: the product of a few tokens with a weight, at the speed of reading the weight.
+
+Source: the public fused-A GEMM of DeepSeek-V3 as SGLang and vLLM have it, whose signature
+``dsv3_fused_a_gemm`` keeps. M is the number of tokens, K the width of one, N that of the output.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from k3cupy.ops import checks
+from k3cupy.ops.arguments import Values
+from k3cupy.ops.decision import Decision
+from k3cupy.ops.fused_a_gemm_config import SOURCE, FusedAGemmConfig
+from k3cupy.ops.fused_a_gemm_plan import Options, decide, make_plan
+from k3cupy.ops.fused_a_gemm_validate import FRIENDLY, PUBLIC, Form, check_config, validate
+from k3cupy.ops.plan_cache import PlanCache
+from k3cupy.runtime import sources
+
+
+def fused_a_gemm(
+    x: Any,
+    weight: Any,
+    out: Any = None,
+    *,
+    pdl: bool | None = None,
+    weight_is_static: bool = False,
+    batch_invariant: bool = False,
+    stream: Any = None,
+    config: FusedAGemmConfig | None = None,
+) -> Any:
+    """Multiply up to 64 tokens with a weight: ``out[m, n] = sum over k of x[m, k] * weight[n, k]``.
+
+    bfloat16 in and out, float32 sums, one rounding. The same inputs give the same bits, run after
+    run. Tensors may come from PyTorch, CuPy, NumPy, JAX or any DLPack producer, all on one CUDA
+    device, or all on the CPU, where the same function runs in NumPy.
+
+    Args:
+        x: [M, K] bfloat16, M from 0 to 64, K a multiple of 16. Inner stride 1, row stride free: x
+            may be a column slice of a wider tensor. Rows that begin at multiples of 16 bytes are
+            read by the fast path, all others element by element.
+        weight: [N, K] bfloat16, contiguous, at a multiple of 16 bytes.
+        out: [M, N] bfloat16, to be written and returned instead of a new tensor. Inner stride 1,
+            rows apart from one another.
+        pdl: programmatic dependent launch. None: on, where the GPU has it (sm_90 and newer).
+            False: the launch waits for the end of the preceding kernel. The kernel itself waits for
+            its predecessor before it reads x, so both are safe.
+        weight_is_static: a promise: the preceding kernel does not write the weight. It may then be
+            fetched before that kernel has ended.
+        batch_invariant: the bits of a row depend neither on M nor on the other rows.
+        stream: an int handle or an object with ``__cuda_stream__``. By default PyTorch's current
+            stream, or CuPy's where no argument is a PyTorch tensor. PyTorch tensors used on another
+            stream are recorded with its allocator; CuPy arrays must outlive the kernel.
+        config: how the work is cut; None lets the package choose. Configurations of one ``order``
+            give the same bits.
+
+    Returns:
+        ``out``, or a new contiguous [M, N] tensor of x's framework. With M = 0 nothing is launched.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the text names it. Nothing was written.
+        CaptureError: the instance is not loaded and the stream is capturing a graph.
+        CompileError, ToolchainError: the kernel cannot be built here; the text says why.
+
+    Example:
+        >>> import torch, k3cupy
+        >>> x = torch.randn(4, 2112, dtype=torch.bfloat16)
+        >>> weight = torch.randn(2304, 1536, dtype=torch.bfloat16)
+        >>> k3cupy.fused_a_gemm(x[:, :1536], weight).shape
+        torch.Size([4, 2304])
+    """
+    if config is not None:
+        check_config(config)
+    if (
+        type(weight_is_static) is not bool
+        or type(batch_invariant) is not bool
+        or type(pdl) not in _OPTIONAL
+    ):
+        _check_flags(pdl, weight_is_static, batch_invariant)
+    return _run(
+        FRIENDLY, (x, weight, out), (pdl, weight_is_static, batch_invariant, config), stream
+    )
+
+
+def dsv3_fused_a_gemm(output: Any, mat_a: Any, mat_b: Any, enable_pdl: bool = False) -> None:
+    """Compute ``output = mat_a @ mat_b`` with the public signature; see ``fused_a_gemm``.
+
+    Args:
+        output: [M, N] bfloat16, written. Inner stride 1, rows apart from one another.
+        mat_a: [M, K] bfloat16, M from 0 to 64: x of ``fused_a_gemm``.
+        mat_b: [K, N] bfloat16 with strides (1, K): the packed weight [N, K] seen transposed.
+        enable_pdl: programmatic dependent launch where the GPU has it, and with it the promise that
+            the preceding kernel does not write mat_b, as the public function has it. False: a
+            launch that waits for the end of the preceding kernel.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the text names it. Nothing was written.
+        CaptureError: the instance is not loaded and the stream is capturing a graph.
+        CompileError, ToolchainError: the kernel cannot be built here; the text says why.
+
+    Example:
+        >>> import torch, k3cupy
+        >>> x, weight = torch.ones(4, 128).bfloat16(), torch.ones(256, 128).bfloat16()
+        >>> output = torch.empty(4, 256, dtype=torch.bfloat16)
+        >>> k3cupy.dsv3_fused_a_gemm(output, x, weight.t())
+        >>> output[0, 0]
+        tensor(128., dtype=torch.bfloat16)
+    """
+    checks.check_flags(enable_pdl=enable_pdl)
+    _run(PUBLIC, (mat_a, mat_b, output), (enable_pdl, enable_pdl, False, None), None)
+
+
+def explain_fused_a_gemm(
+    x: Any,
+    weight: Any,
+    out: Any = None,
+    *,
+    pdl: bool | None = None,
+    weight_is_static: bool = False,
+    batch_invariant: bool = False,
+    stream: Any = None,
+    config: FusedAGemmConfig | None = None,
+) -> Decision:
+    """Say what ``fused_a_gemm`` would run, and why; launch nothing.
+
+    Takes the arguments of that function, validates them as it does, and raises the same errors.
+
+    Returns:
+        Backend, configuration, template instance and the reason in words.
+
+    Example:
+        >>> import torch, k3cupy
+        >>> x, weight = torch.ones(4, 128).bfloat16(), torch.ones(256, 128).bfloat16()
+        >>> print(k3cupy.explain_fused_a_gemm(x, weight))
+        reference: the tensors are on the CPU
+    """
+    _check_flags(pdl, weight_is_static, batch_invariant)
+    options = Options(pdl, weight_is_static, batch_invariant, check_config(config))
+    problem = validate(FRIENDLY, (x, weight, out), weight_is_static=weight_is_static)
+    checks.check_grad(problem.views)
+    return decide(problem, options)
+
+
+_plans = PlanCache()
+_OPTIONAL = (type(None), bool)
+
+
+def _check_flags(pdl: Any, weight_is_static: Any, batch_invariant: Any) -> None:
+    checks.check_flags(pdl=pdl, weight_is_static=weight_is_static, batch_invariant=batch_invariant)
+
+
+def _run(
+    form: Form,
+    values: Values,
+    options: tuple[bool | None, bool, bool, FusedAGemmConfig | None],
+    stream: Any,
+) -> Any:
+    addresses, signature, owners = form.arguments.probe(values, stream)
+    key = (form, *signature, options, sources.epoch(SOURCE))
+    plan = _plans.get(key)
+    if plan is None:
+        plan = make_plan(form, values, Options(*options), stream)
+        _plans.remember(key, plan)
+    result = plan.run(values, addresses, stream)
+    del owners  # memory that exists only for this call has been used, or queued to be
+    return result
