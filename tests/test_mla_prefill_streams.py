@@ -234,9 +234,9 @@ def test_case18_capture_of_what_was_never_compiled() -> None:
 
 def _warmup_then_capture() -> None:
     assert k3cupy.warmup("mla_prefill", dtype="bfloat16", progress=False) > 0
-    for kind in KINDS:
+    for kind, k_pe in (*((kind, None) for kind in KINDS), ("concat_fp8", E4M3)):
         for tokens in (1, 200):
-            call = make_prefill(kind, tokens, 12, device="cuda")
+            call = make_prefill(kind, tokens, 12, k_pe=k_pe, device="cuda")
             torch.cuda.synchronize()
             graph, result = captured(call.run)
             before = call.snapshot()
