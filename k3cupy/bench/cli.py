@@ -103,6 +103,48 @@ def prefill_command(
     _show(prefill.as_document(list(entries), commit), path)
 
 
+@bench.command("gemm")
+@click.option("--shape", "names", multiple=True, help="N x K as 2112x7168; all of Kimi-K3's.")
+@click.option("--tokens", multiple=True, type=click.IntRange(1, 64), help="M; the table's.")
+@click.option("--all-candidates", is_flag=True, help="Every configuration, to make a table.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw the times over the floor.")
+@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the results there.")
+@click.option("--commit", default=None, help="The commit, where the sources are no git checkout.")
+def gemm_command(
+    names: tuple[str, ...],
+    tokens: tuple[int, ...],
+    all_candidates: bool,
+    plot: Path | None,
+    path: Path | None,
+    commit: str | None,
+) -> None:
+    """The fused-A GEMM, against F.linear and the time of streaming the weight.
+
+    Cold and hot weights, packed and strided x, with and without the promise of a static weight.
+    """
+    _need_gpu()
+    from k3cupy.bench import gemm
+    from k3cupy.ops.fused_a_gemm_choice import TOKEN_CLASSES
+    from k3cupy.projections import shapes
+
+    wanted = [_shape(name) for name in names] or [(p.n, p.k) for p in shapes()]
+    entries = gemm.run(wanted, tokens or TOKEN_CLASSES, all_candidates=all_candidates)
+    document = gemm.as_document(list(entries), commit)
+    _show(document, path)
+    if plot is not None:
+        from k3cupy.bench.plots import plot_gemm
+
+        plot_gemm(document, plot)
+        click.echo(f"wrote {plot}")
+
+
+def _shape(name: str) -> tuple[int, int]:
+    n, _, k = name.partition("x")
+    if not (n.strip().isdigit() and k.strip().isdigit()):
+        raise click.BadParameter(f"{name!r} is no shape; write N x K as 2112x7168")
+    return int(n), int(k)
+
+
 @bench.command("apply")
 @click.argument("results", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
 @click.option("--table", type=click.Path(path_type=Path), help="Write the shipped table there.")

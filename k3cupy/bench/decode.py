@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -329,30 +328,22 @@ def run(
         yield run_entry(kind, count, heads, scenario, pdl)
 
 
-def host_time(kind: str, tokens: int = 16, heads: int = 12, calls: int = 500) -> dict[str, float]:
-    """Return the host's microseconds for one repeated eager call, the best of five batches.
+def host_time(kind: str, tokens: int = 16, heads: int = 12) -> dict[str, float]:
+    """Return the host's microseconds for one repeated eager call.
 
     Returns:
         ``"new output"`` and ``"out given"``: the call that allocates mqa_q, and the one that does
         not.
     """
     problem = Problem(kind, tokens, heads)
-    found = {}
-    for name, extra in (("new output", {}), ("out given", {"out": problem.out})):
 
-        def call(extra: dict[str, torch.Tensor] = extra) -> None:
-            k3cupy.fused_mla_decode_q_concat_kv_cache_insert(**problem.arguments, **extra)
+    def call(**extra: torch.Tensor) -> None:
+        k3cupy.fused_mla_decode_q_concat_kv_cache_insert(**problem.arguments, **extra)
 
-        call()
-        batches = []
-        for _ in range(5):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(calls):
-                call()
-            batches.append((time.perf_counter() - start) / calls * 1e6)
-        found[name] = round(min(batches), 2)
-    return found
+    return {
+        "new output": graphs.host_us(call),
+        "out given": graphs.host_us(lambda: call(out=problem.out)),
+    }
 
 
 def as_document(entries: Sequence[Entry], commit: str | None = None) -> dict[str, Any]:

@@ -24,6 +24,7 @@ def describe(device: int, commit: str | None = None) -> dict[str, Any]:
         "gpu": gpu.name,
         "compute_capability": list(gpu.compute_capability),
         "num_sms": gpu.num_sms,
+        "shared_memory_optin": gpu.shared_memory_optin,
         "driver": _driver(),
         "nvrtc": info["nvrtc"],
         "cuda_headers": toolchain.header_version(),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from k3cupy.ops import mla_decode_config, mla_prefill_config
+from k3cupy.ops import fused_a_gemm_choice, mla_decode_config, mla_prefill_config
 from k3cupy.ops.mla_decode_config import MlaDecodeVariant
 from k3cupy.ops.mla_prefill_config import MlaPrefillVariant
 from k3cupy.runtime.devices import DeviceInfo
@@ -26,8 +26,9 @@ class Form:
         identity: the fields that tell entries apart.
         unit: of the times in the shipped table.
         is_for_table: whether the shipped table is made of an entry.
-        num_rows: an entry's place in the shipped table.
+        place: the fields under which the shipped table lists an entry.
         choice: the configuration that ships for an entry on a GPU.
+        is_for_page: whether the docs show an entry.
     """
 
     title: str
@@ -37,8 +38,9 @@ class Form:
     identity: tuple[str, ...]
     unit: str
     is_for_table: Callable[[Entry], bool]
-    num_rows: Callable[[Entry], int]
+    place: Callable[[Entry], dict[str, Any]]
     choice: Callable[[Entry, DeviceInfo], Mapping[str, Any]]
+    is_for_page: Callable[[Entry], bool] = lambda entry: True
 
 
 def form_of(document: Mapping[str, Any]) -> Form:
@@ -62,6 +64,15 @@ def fastest(entry: Entry) -> dict[str, Any]:
         "dispatched": dispatched,
         "dispatched_us": times[dispatched],
         "dispatched_over_best": times[dispatched] / times[best],
+    }
+
+
+def _place_by_rows(entry: Entry, num_rows: int) -> dict[str, Any]:
+    return {
+        "kind": entry["kind"],
+        "num_rows": num_rows,
+        "tokens": entry["tokens"],
+        "num_heads": entry["heads"],
     }
 
 
@@ -157,6 +168,61 @@ def _prefill_choice(entry: Entry, gpu: DeviceInfo) -> Mapping[str, Any]:
     return asdict(config)
 
 
+# --- The fused-A GEMM ----------------------------------------------------------------------------
+
+PAGE_SHAPES = (
+    "2112x7168",
+    "2304x1536",
+    "4608x1536",
+    "1536x128",
+    "1536x7168",
+    "7168x768",
+    "3584x7168",
+    "7168x1536",
+    "6288x7168",
+)
+"""The nine projections of a decode step that matter most; result files have all of them."""
+
+
+def gemm_summary(entry: Entry) -> dict[str, Any]:
+    """Return the figures of an entry that decide, as ratios of times."""
+    found = fastest(entry)
+    us = found["dispatched_us"]
+    return {
+        **found,
+        "over_floor": us / entry["floor_us"],
+        "over_linear": us / entry["linear_us"],
+        "hot_over_linear": entry["hot_us"] / entry["linear_hot_us"],
+        "strided_over_packed": entry["strided_us"] / us,
+        "waiting_over_static": entry["waiting_us"] / us,
+        "invariant_over_dispatched": entry["invariant_us"] / us,
+    }
+
+
+def _gemm_cells(entry: Entry) -> list[str]:
+    s = gemm_summary(entry)
+    c = entry["dispatched"]
+    return [
+        entry["kind"],
+        str(entry["tokens"]),
+        f"{entry['floor_us']:.2f}",
+        f"{entry['linear_us']:.2f}",
+        f"{s['dispatched_us']:.2f}",
+        f"{s['over_floor']:.2f}",
+        f"{s['over_linear']:.2f}",
+        f"{s['hot_over_linear']:.2f}",
+        f"{s['strided_over_packed']:.2f}",
+        f"{s['waiting_over_static']:.2f}",
+        f"{s['invariant_over_dispatched']:.2f}",
+        f"{c['tile_m']}x{c['tile_n']}x{c['tile_k']}, {c['stages']}, split {c['split_k']}",
+    ]
+
+
+def _gemm_choice(entry: Entry, gpu: DeviceInfo) -> Mapping[str, Any]:
+    config, _ = fused_a_gemm_choice.choose(entry["n"], entry["k"], entry["tokens"], gpu)
+    return asdict(config)
+
+
 FORMS = {
     "decode": Form(
         title="MLA decode epilogue, microseconds a launch",
@@ -177,7 +243,7 @@ FORMS = {
         identity=("kind", "tokens", "heads", "scenario", "pdl"),
         unit="us added to the chain, PDL on",
         is_for_table=lambda entry: entry["scenario"] == "chain" and entry["pdl"],
-        num_rows=lambda entry: int(entry["tokens"] * (entry["heads"] + 1)),
+        place=lambda entry: _place_by_rows(entry, entry["tokens"] * (entry["heads"] + 1)),
         choice=_decode_choice,
     ),
     "prefill": Form(
@@ -202,7 +268,32 @@ FORMS = {
         identity=("kind", "tokens", "heads", "rope"),
         unit="us a launch",
         is_for_table=lambda entry: not entry["rope"],
-        num_rows=lambda entry: int(entry["tokens"] * entry["heads"]),
+        place=lambda entry: _place_by_rows(entry, entry["tokens"] * entry["heads"]),
         choice=_prefill_choice,
+    ),
+    "gemm": Form(
+        title="Fused-A GEMM, cold weights, microseconds a launch",
+        header=(
+            "N x K",
+            "M",
+            "floor",
+            "F.linear",
+            "ours",
+            "x floor",
+            "x linear",
+            "hot x linear",
+            "strided",
+            "waiting",
+            "invariant",
+            "tile, stages, split",
+        ),
+        left=1,
+        cells=_gemm_cells,
+        identity=("kind", "tokens"),
+        unit="us a launch, cold weights, weight_is_static",
+        is_for_table=lambda entry: True,
+        place=lambda entry: {name: entry[name] for name in ("n", "k", "tokens", "linear_us")},
+        choice=_gemm_choice,
+        is_for_page=lambda entry: entry["kind"] in PAGE_SHAPES,
     ),
 }

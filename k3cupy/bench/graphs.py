@@ -1,9 +1,10 @@
-"""Timing short kernels: a CUDA graph of many launches, replayed; the median of the replays."""
+"""Timing short kernels: a CUDA graph of many launches, replayed; and the host's share of a call."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,3 +53,16 @@ def measure(
                 for start, end in itertools.pairwise(marks)
             ]
     return [statistics.median(found) for found in times]
+
+
+def host_us(body: Callable[[], Any], *, calls: int = 500, batches: int = 5) -> float:
+    """Return the host's microseconds for one repeated eager call, the best of several batches."""
+    body()
+    found = []
+    for _ in range(batches):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            body()
+        found.append((time.perf_counter() - start) / calls * 1e6)
+    return round(min(found), 2)

@@ -40,7 +40,8 @@ def markdown(document: Mapping[str, Any]) -> str:
         "| " + " | ".join(form.header) + " |",
         "|" + " --- |" * len(form.header),
     ]
-    lines += ["| " + " | ".join(form.cells(entry)) + " |" for entry in document["entries"]]
+    shown = filter(form.is_for_page, document["entries"])
+    lines += ["| " + " | ".join(form.cells(entry)) + " |" for entry in shown]
     for kind, times in document.get("host_us", {}).items():
         told = ", ".join(f"{name} {us:.1f} us" for name, us in times.items())
         lines += ["", f"Host time of a repeated eager call, {kind}: {told}."]
@@ -53,7 +54,13 @@ def with_shipped_choice(document: Mapping[str, Any]) -> dict[str, Any]:
     A run from before a table recorded the choice of the older one.
     """
     e = document["environment"]
-    gpu = DeviceInfo(0, e["gpu"], tuple(e["compute_capability"]), e["num_sms"], 0)
+    gpu = DeviceInfo(
+        index=0,
+        name=e["gpu"],
+        compute_capability=tuple(e["compute_capability"]),
+        num_sms=e["num_sms"],
+        shared_memory_optin=e.get("shared_memory_optin", 0),
+    )
     choice = form_of(document).choice
     entries = [{**entry, "dispatched": dict(choice(entry, gpu))} for entry in document["entries"]]
     return {**document, "entries": entries}
@@ -122,10 +129,7 @@ def shipped_table(document: Mapping[str, Any]) -> dict[str, Any]:
     favour = {kind: _mean_slowdown(measured, kind) for kind in {x["kind"] for x in measured}}
     entries = [
         {
-            "kind": entry["kind"],
-            "num_rows": form.num_rows(entry),
-            "tokens": entry["tokens"],
-            "num_heads": entry["heads"],
+            **form.place(entry),
             "chosen": _choice(entry, favour[entry["kind"]]),
             "us": {key_of(candidate): candidate["us"] for candidate in entry["candidates"]},
         }

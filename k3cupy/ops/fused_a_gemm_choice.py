@@ -1,13 +1,234 @@
-"""Which configuration a fused-A GEMM gets."""
+"""Which configuration a fused-A GEMM gets: from the measured table, else from a cost model."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import functools
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, replace
+from importlib import resources
+from typing import Any
 
-from k3cupy.ops.fused_a_gemm_config import FusedAGemmConfig
+from k3cupy.ops.fused_a_gemm_config import MAX_TOKENS, FusedAGemmConfig
 from k3cupy.runtime.devices import DeviceInfo
 
+TOKEN_CLASSES = (1, 8, 16, 32, MAX_TOKENS)
+"""Numbers of tokens that tables list; a call takes the next one from its own upwards."""
 
+_SHAPES = {
+    8: (
+        (16, 512, 8, 1, 4),
+        (16, 512, 4, 1, 4),
+        (32, 512, 8, 1, 4),
+        (16, 256, 8, 1, 2),
+        (16, 256, 4, 1, 2),
+        (32, 256, 8, 1, 2),
+        (32, 256, 4, 1, 2),
+    ),
+    16: (
+        (16, 512, 8, 1, 4),
+        (16, 512, 4, 1, 4),
+        (32, 512, 8, 1, 4),
+        (32, 256, 8, 1, 2),
+        (32, 256, 4, 1, 2),
+        (48, 256, 8, 1, 2),
+        (48, 256, 4, 1, 2),
+    ),
+    32: (
+        (32, 512, 8, 1, 4),
+        (32, 256, 4, 1, 2),
+        (48, 256, 4, 1, 2),
+        (64, 256, 4, 2, 2),
+        (64, 256, 2, 2, 2),
+        (64, 128, 4, 2, 2),
+    ),
+    64: (
+        (32, 256, 4, 1, 4),
+        (48, 256, 4, 1, 2),
+        (64, 256, 4, 2, 2),
+        (64, 256, 2, 2, 2),
+        (64, 128, 4, 2, 2),
+        (64, 128, 2, 2, 2),
+        (96, 128, 2, 3, 2),
+    ),
+}
+"""By tile_m: (tile_n, tile_k, warps_k, warps_n, copy_warps) that were fast somewhere."""
+
+_SPLITS = (1, 2, 4)
+_MAX_STAGES = 12
+_ORDER_OF_ALL = (4, 1)
+"""A summation order that every tile_m has candidates for, so that batch invariance is possible."""
+
+_SMALLEST = {
+    tile_m: FusedAGemmConfig(tile_m, 16, 64, 2, 2, 4, 1, 1, 1) for tile_m in (8, 16, 32, 64)
+}
+"""What fits any GPU, should nothing else."""
+
+
+def tile_m_of(num_tokens: int) -> int:
+    """Return the number of tokens that a block computes for a call's."""
+    return next(tile for tile in _SHAPES if tile >= num_tokens)
+
+
+def candidates(n: int, k: int, num_tokens: int, device: DeviceInfo) -> tuple[FusedAGemmConfig, ...]:
+    """Return the configurations worth measuring for a product on a GPU.
+
+    Rings are as deep as shared memory allows, once with all blocks just resident, and once with
+    room for one more block a multiprocessor, where the next kernel's blocks can begin. Where there
+    are too many blocks to be resident at once, a few of them on each multiprocessor take turns.
+
+    Args:
+        n: rows of the weight.
+        k: its columns.
+        num_tokens: rows of x, from 1 to 64.
+        device: the GPU.
+    """
+    tile_m = tile_m_of(num_tokens)
+    found = []
+    for tile_n, tile_k, warps_k, warps_n, copy_warps in _SHAPES[tile_m]:
+        while tile_k > max(k, 64):
+            tile_k //= 2
+        for split_k in _SPLITS:
+            blocks = -(-n // tile_n) * split_k
+            if split_k > 1 and (blocks > 2 * device.num_sms or k < 1024):
+                continue
+            resident = -(-blocks // device.num_sms)
+            for blocks_per_sm in (resident, resident + 1) if resident <= 3 else (2, 3, 4):
+                draft = FusedAGemmConfig(
+                    tile_m, tile_n, tile_k, 2, 2, warps_k, warps_n, split_k, copy_warps
+                )
+                config = _deepened(draft, k, device, blocks_per_sm)
+                if config is not None and config not in found:
+                    found.append(config)
+    return tuple(found) or (_SMALLEST[tile_m],)
+
+
+def _deepened(
+    config: FusedAGemmConfig, k: int, device: DeviceInfo, blocks_per_sm: int
+) -> FusedAGemmConfig | None:
+    """Return a configuration with the deepest rings that fit, or None where none does."""
+    useful = max(2, -(-k // (config.split_k * config.tile_k)))
+    for stages in range(min(useful, _MAX_STAGES), 1, -1):
+        deeper = replace(config, stages=stages, stages_x=stages)
+        if deeper.is_valid(device) and deeper.blocks_per_sm(device) >= blocks_per_sm:
+            return deeper
+    return None
+
+
+# --- The cost model: for products and GPUs that no table lists ------------------------------------
+
+_BYTES_A_US_AN_SM = 3.0e4
+"""What a multiprocessor of an H200 gets of its memory; only ratios matter for the choice."""
+
+_WANTED_IN_FLIGHT = 95_000
+_TOO_FEW_IN_FLIGHT, _X_TRAFFIC, _SECOND_WAVE = 0.25, 0.25, 0.3
+_SPLIT_US, _SUMS_US_A_BYTE, _STAGE_US = 0.15, 4e-6, 0.012
+
+
+def estimate_us(
+    config: FusedAGemmConfig, n: int, k: int, num_tokens: int, device: DeviceInfo
+) -> float:
+    """Return the model's time, to compare configurations by.
+
+    The stream of the weight, slowed down where too little of it is in flight, where x is fetched by
+    many blocks, and by a part wave; and what each block adds at its end.
+    """
+    tiles = -(-n // config.tile_n)
+    blocks = tiles * config.split_k
+    resident = config.blocks_per_sm(device)
+    per_sm = -(-blocks // device.num_sms)
+    weight = 2 * n * k
+    stream = weight / (_BYTES_A_US_AN_SM * device.num_sms)
+    here = min(per_sm, resident) * min(blocks / device.num_sms, 1)
+    in_flight = here * config.stages * config.tile_n * 2 * config.tile_k
+    slowdown = 1 + _TOO_FEW_IN_FLIGHT * max(0, 1 - in_flight / _WANTED_IN_FLIGHT)
+    slowdown += _X_TRAFFIC * num_tokens / config.tile_n
+    if per_sm > resident:
+        slowdown += _SECOND_WAVE * (per_sm * device.num_sms / blocks - 1) + 0.05
+    sums = 4 * config.warps_k * config.tile_m * config.tile_n
+    steps = -(-k // (config.split_k * config.tile_k))
+    return (
+        stream * slowdown
+        + _SPLIT_US * (config.split_k - 1)
+        + _SUMS_US_A_BYTE * sums * per_sm
+        + _STAGE_US * steps
+    )
+
+
+# --- The measured table --------------------------------------------------------------------------
+
+Times = Mapping[FusedAGemmConfig, float]
+
+
+class _Table:
+    """The shipped measurements of one GPU: (n, k) -> token class -> configuration -> time."""
+
+    def __init__(self, entries: Iterable[Mapping[str, Any]]) -> None:
+        self._times: dict[tuple[int, int], dict[int, Times]] = {}
+        self._chosen: dict[tuple[int, int, int], FusedAGemmConfig] = {}
+        for entry in entries:
+            n, k, tokens = entry["n"], entry["k"], entry["tokens"]
+            times = {config_of_key(key): us for key, us in entry["us"].items()}
+            self._times.setdefault((n, k), {})[tokens] = times
+            self._chosen[n, k, tokens] = FusedAGemmConfig(**entry["chosen"])
+
+    def chosen(self, n: int, k: int, tokens: int) -> FusedAGemmConfig | None:
+        return self._chosen.get((n, k, tokens))
+
+    def all_chosen(self) -> tuple[FusedAGemmConfig, ...]:
+        return tuple(dict.fromkeys(self._chosen.values()))
+
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        return tuple(self._times)
+
+    def invariant(self, n: int, k: int, tokens: int) -> FusedAGemmConfig | None:
+        """Return the fastest of one summation order, the order with the least worst loss."""
+        classes = self._times.get((n, k))
+        if classes is None or tokens not in classes:
+            return None
+        common = set.intersection(*({c.order for c in times} for times in classes.values()))
+        if not common:
+            return None
+
+        def fastest(order: tuple[int, int], times: Times) -> FusedAGemmConfig:
+            return min((c for c in times if c.order == order), key=lambda c: times[c])
+
+        def worst_loss(order: tuple[int, int]) -> float:
+            return max(
+                times[fastest(order, times)] / min(times.values()) for times in classes.values()
+            )
+
+        return fastest(min(common, key=worst_loss), classes[tokens])
+
+
+def config_of_key(key: str) -> FusedAGemmConfig:
+    """Return the configuration that a table writes as ``8/16/512/8/8/8/1/1/4``."""
+    return FusedAGemmConfig(*(int(part) for part in key.split("/")))
+
+
+def key_of_config(config: FusedAGemmConfig) -> str:
+    """Return how a table writes a configuration."""
+    return "/".join(map(str, astuple(config)))
+
+
+@functools.cache
+def _shipped() -> dict[str, _Table]:
+    text = resources.files("k3cupy.ops").joinpath("tables/fused_a_gemm.json").read_text("utf-8")
+    gpus: dict[str, Any] = json.loads(text)["gpus"]
+    return {name: _Table(facts["entries"]) for name, facts in gpus.items()}
+
+
+def shipped_configs() -> tuple[FusedAGemmConfig, ...]:
+    """Return every configuration that a shipped table names, those of batch invariance too."""
+    found: list[FusedAGemmConfig | None] = []
+    for table in _shipped().values():
+        found += table.all_chosen()
+        for n, k in table.shapes():
+            found += [table.invariant(n, k, tokens) for tokens in TOKEN_CLASSES]
+    return tuple(dict.fromkeys(config for config in found if config is not None))
+
+
+@functools.lru_cache(maxsize=4096)
 def choose(
     n: int, k: int, num_tokens: int, device: DeviceInfo, *, batch_invariant: bool = False
 ) -> tuple[FusedAGemmConfig, str]:
@@ -18,23 +239,22 @@ def choose(
         k: its columns.
         num_tokens: rows of x, from 1 to 64.
         device: the GPU.
-        batch_invariant: only what sums in the same order for every number of tokens.
+        batch_invariant: only configurations that sum in one order whatever the number of tokens.
     """
-    tile_m = next(tile for tile in (8, 16, 32, 64) if tile >= num_tokens)
-    config = FusedAGemmConfig(
-        tile_m=tile_m,
-        tile_n=32 if tile_m >= 32 else 16,
-        tile_k=64 if k < 256 else 256,
-        stages=8,
-        stages_x=3,
-        warps_k=4,
-        warps_n=1,
-        split_k=1,
-        copy_warps=2,
-    )
-    half = device.shared_memory_optin // 2
-    while config.stages > 2 and config.shared_bytes > half:
-        config = replace(config, stages=config.stages - 1)
-    if not config.is_valid(device):
-        config = replace(config, stages_x=2, tile_k=64)
-    return config, "the tile follows from the number of tokens"
+    tokens = next(size for size in TOKEN_CLASSES if size >= num_tokens)
+    table = _shipped().get(device.name)
+    if table is not None:
+        find = table.invariant if batch_invariant else table.chosen
+        config = find(n, k, tokens)
+        if config is not None and config.is_valid(device):
+            kind = ", one summation order for all M" if batch_invariant else ""
+            return config, f"measured on {device.name} for {n} x {k}, M up to {tokens}{kind}"
+    possible = candidates(n, k, num_tokens, device)
+    if batch_invariant:
+        possible = tuple(c for c in possible if c.order == _ORDER_OF_ALL)
+        possible = possible or (_SMALLEST[tile_m_of(num_tokens)],)
+    config = min(possible, key=lambda c: estimate_us(c, n, k, num_tokens, device))
+    missing = f"{n} x {k} is not in the table of {device.name}"
+    if table is None:
+        missing = f"{device.name} has no measured table"
+    return config, f"{missing}: the best of {len(possible)} candidates by the cost model"
