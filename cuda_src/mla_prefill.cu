@@ -109,8 +109,9 @@ struct Piece {
 
 template <bool kVector>
 __device__ __forceinline__ Piece load_piece(const char* source) {
-  return {
-      {load_chunk_streaming<kVector>(source), load_chunk_streaming<kVector>(source + kChunkBytes)}};
+  Piece piece;
+  load_chunk_pair<kVector>(piece.chunk, source);
+  return piece;
 }
 
 // How a piece becomes e4m3: turned, if there are angles, then scaled and saturated.
