@@ -236,12 +236,29 @@ def test_apply_writes_table_and_page(tmp_path: Path) -> None:
     assert "16bit+same" in page.read_text()
 
 
-def test_the_shipped_table_is_what_the_committed_results_give() -> None:
-    files = sorted((ROOT / "benchmarks/results").glob("decode_h200_run*.json"))
+def test_apply_takes_prefill_results(tmp_path: Path) -> None:
+    result, table, page = tmp_path / "r.json", tmp_path / "t.json", tmp_path / "p.md"
+    result.write_text(json.dumps(prefill_document()))
+    page.write_text(
+        "<!-- results:begin -->decode<!-- results:end -->"
+        "<!-- prefill-results:begin --><!-- prefill-results:end -->"
+    )
+    arguments = ["bench", "apply", str(result), "--table", str(table), "--page", str(page)]
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 0, done.output
+    (row,) = json.loads(table.read_text())["gpus"]["NVIDIA H200"]["entries"]
+    assert row["kind"] == "fused_mla_kv_concat"
+    assert "<!-- results:begin -->decode<!-- results:end -->" in page.read_text()
+    assert "| kv_concat | 4096 |" in page.read_text()
+
+
+@pytest.mark.parametrize("name", ["decode", "prefill"])
+def test_the_shipped_table_is_what_the_committed_results_give(name: str) -> None:
+    files = sorted((ROOT / "benchmarks/results").glob(f"{name}_h200_run*.json"))
     if not files:
         pytest.skip("the results are kept in the repository, not in the package")
     documents = [json.loads(path.read_text(encoding="utf-8")) for path in files]
-    shipped = (ROOT / "k3cupy/ops/tables/mla_decode.json").read_text(encoding="utf-8")
+    shipped = (ROOT / f"k3cupy/ops/tables/mla_{name}.json").read_text(encoding="utf-8")
     assert report.shipped_table(report.averaged(documents)) == json.loads(shipped)
 
 

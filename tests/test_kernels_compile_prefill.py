@@ -123,7 +123,7 @@ def program_of(variant: MlaPrefillVariant, config: MlaPrefillConfig) -> list[Ins
 
 
 def is_row_load(instruction: Instruction) -> bool:
-    """Rows are read past L1; slots too, but never by 128 bits."""
+    """Only rows and angles are read by 128 bits, slots by 64 at most."""
     return instruction.is_load and ".128" in instruction.opcode
 
 
@@ -142,7 +142,8 @@ def test_rows_move_by_128_bit_accesses(variant: MlaPrefillVariant, heads: int) -
     program = program_of(variant, MlaPrefillConfig(8, heads))
     loads = [i for i in program if i.is_load]
     stores = [i for i in program if i.is_store]
-    assert {i.opcode for i in loads} == {"LDG.E.128.STRONG.GPU"}
+    # Single chunks are read past L1, neighbouring ones through it.
+    assert {i.opcode for i in loads} <= {"LDG.E.128.STRONG.GPU", "LDG.E.128"}
     assert {i.opcode for i in stores} == {"STG.E.128"}
     # All loads of a thread come before its first store: no store stands between two loads of a
     # part, so that there are as many turns from loading to storing as there are parts.

@@ -77,22 +77,34 @@ struct SlotBatch {
   unsigned int low[kCount];
   unsigned int high[kCount];
 
+  // Two loops, not two predicates: a register that two loads may write waits for the first of them.
   __device__ __forceinline__ SlotBatch(unsigned int first, const SlotMapping& slots) {
     const char* address = slots.base + first * slots.stride;
+    const long long step = kStep * slots.stride;
+    if (slots.is_wide != 0) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      low[i] = kNoSlot;
-      high[i] = 0;
-      asm volatile(
-          "{ .reg .pred there, wide, narrow;\n"
-          "  setp.lt.u32 there, %3, %4;\n"
-          "  setp.ne.and.u32 wide, %5, 0, there;\n"
-          "  setp.eq.and.u32 narrow, %5, 0, there;\n"
-          "  @wide ld.global.cg.v2.u32 {%0, %1}, [%2];\n"
-          "  @narrow ld.global.cg.u32 %0, [%2]; }"
-          : "+r"(low[i]), "+r"(high[i])
-          : "l"(address), "r"(first + kStep * i), "r"(slots.num_tokens), "r"(slots.is_wide));
-      address += kStep * slots.stride;
+      for (int i = 0; i < kCount; ++i, address += step) {
+        low[i] = kNoSlot;
+        high[i] = 0;
+        asm volatile(
+            "{ .reg .pred there;\n"
+            "  setp.lt.u32 there, %3, %4;\n"
+            "  @there ld.global.cg.v2.u32 {%0, %1}, [%2]; }"
+            : "+r"(low[i]), "+r"(high[i])
+            : "l"(address), "r"(first + kStep * i), "r"(slots.num_tokens));
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i, address += step) {
+        low[i] = kNoSlot;
+        high[i] = 0;
+        asm volatile(
+            "{ .reg .pred there;\n"
+            "  setp.lt.u32 there, %2, %3;\n"
+            "  @there ld.global.cg.u32 %0, [%1]; }"
+            : "+r"(low[i])
+            : "l"(address), "r"(first + kStep * i), "r"(slots.num_tokens));
+      }
     }
   }
 

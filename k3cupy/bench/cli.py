@@ -154,11 +154,11 @@ def apply_command(results: tuple[Path, ...], table: Path | None, page: Path | No
 
     Of several runs the table takes the mean, the page the last.
     """
-    from k3cupy.bench import report
+    from k3cupy.bench import forms, report
 
     documents = [json.loads(result.read_text(encoding="utf-8")) for result in results]
     if table is not None:
         report.write_json(table, report.shipped_table(report.averaged(documents)))
     if page is not None:
         chosen = report.with_shipped_choice(documents[-1])
-        report.insert_markdown(page, report.markdown(chosen))
+        report.insert_markdown(page, report.markdown(chosen), forms.form_of(chosen).marker)

@@ -20,6 +20,7 @@ class Form:
 
     Attributes:
         title: of its table.
+        marker: names the place of its results on a documentation page.
         header: names of the columns.
         left: how many columns, from the first, are words.
         cells: an entry's columns.
@@ -32,6 +33,7 @@ class Form:
     """
 
     title: str
+    marker: str
     header: tuple[str, ...]
     left: int
     cells: Callable[[Entry], list[str]]
@@ -226,6 +228,7 @@ def _gemm_choice(entry: Entry, gpu: DeviceInfo) -> Mapping[str, Any]:
 FORMS = {
     "decode": Form(
         title="MLA decode epilogue, microseconds a launch",
+        marker="results",
         header=(
             "formats",
             "scenario",
@@ -248,6 +251,7 @@ FORMS = {
     ),
     "prefill": Form(
         title="MLA prefill and context epilogues, microseconds a launch",
+        marker="prefill-results",
         header=(
             "operation",
             "T",

@@ -66,13 +66,18 @@ def with_shipped_choice(document: Mapping[str, Any]) -> dict[str, Any]:
     return {**document, "entries": entries}
 
 
-def insert_markdown(path: Path, text: str) -> None:
+def insert_markdown(path: Path, text: str, marker: str = "results") -> None:
     """Replace what stands between the result markers of a documentation page.
+
+    Args:
+        path: the page.
+        text: Markdown.
+        marker: the name in the markers; each benchmark has its own.
 
     Raises:
         ValueError: the page has no markers.
     """
-    begin, end = "<!-- results:begin -->", "<!-- results:end -->"
+    begin, end = f"<!-- {marker}:begin -->", f"<!-- {marker}:end -->"
     page = path.read_text(encoding="utf-8")
     head, found, rest = page.partition(begin)
     _, closed, tail = rest.partition(end)
