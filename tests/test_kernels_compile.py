@@ -16,6 +16,7 @@ from toolchain_helpers import (
     Instruction,
     Resources,
     Shipped,
+    known_to_nvrtc,
     needs_disassembler,
     order_problems,
     reached,
@@ -30,7 +31,7 @@ from k3cupy.runtime import sources
 from k3cupy.runtime.errors import CompileError
 from k3cupy.runtime.offline import ARCHITECTURES, Cubin, compile_cubin
 
-nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC and cuda-core")
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC and cuda-core")
 
 MAX_REGISTERS = {True: 72, False: 96}
 """By `vector`. A multiprocessor has 65,536 registers for 2,048 threads (1,536 from sm_86 to sm_89
@@ -46,11 +47,6 @@ more, sm_90 still gets all of them and the others a share that moves on every da
 
 SHIPPED = shipped_instances()
 GROUPS = [SHIPPED[start : start + GROUP] for start in range(0, len(SHIPPED), GROUP)]
-
-
-def known_to_nvrtc(arch: str) -> bool:
-    _, numbers = nvrtc.nvrtcGetSupportedArchs()
-    return int(arch.removeprefix("sm_")) in numbers
 
 
 def has_pdl(arch: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.metadata
 import itertools
 import os
@@ -61,6 +62,13 @@ def shipped_instances() -> list[Shipped]:
         tuned = dispatched_configs(variant.kind) if variant.vector else ()
         found += [Shipped(variant, c) for c in dict.fromkeys((*DEFAULTS.values(), *tuned))]
     return found
+
+
+def known_to_nvrtc(arch: str) -> bool:
+    """Whether the installed compiler can make code for an architecture."""
+    nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+    _, numbers = nvrtc.nvrtcGetSupportedArchs()
+    return int(arch.removeprefix("sm_")) in numbers
 
 
 # --- Reading machine code ------------------------------------------------------------------------
