@@ -327,7 +327,10 @@ class FakeGpu:
                 self.in_memory.append(os.environ.get("CUPY_CACHE_IN_MEMORY"))
             self.on_compile(code)
             return SimpleNamespace(
-                num_regs=32, local_size_bytes=0, kernel=SimpleNamespace(ptr=len(self.compiled))
+                num_regs=32,
+                local_size_bytes=0,
+                kernel=SimpleNamespace(ptr=len(self.compiled)),
+                max_dynamic_shared_size_bytes=49_152,
             )
 
         return SimpleNamespace(get_function=get_function)
