@@ -204,6 +204,7 @@ __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
       } else {
         const unsigned int values = stage_bytes(i) / 2;
         for (unsigned int row = 0; row < num_tokens; ++row) {
+#pragma unroll 4
           for (unsigned int c = thread; c < values; c += kCopyThreads) {
             store_shared(target + row * Layout::kRowBytes + swizzled(c / 8, row) + 2 * (c % 8),
                          __bfloat16_as_ushort(source[row * row_stride + c]));

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import click
 
 import k3cupy
 from k3cupy.bench.cli import bench
+
+
+def _shapes(context: Any, parameter: Any, texts: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
+    """Read ``2112x7168`` and the like."""
+    found = [re.fullmatch(r"(\d+)x(\d+)", text) for text in texts]
+    for text, match in zip(texts, found, strict=True):
+        if match is None:
+            raise click.BadParameter(f"{text!r} is not like 2112x7168", context, parameter)
+    return tuple((int(match[1]), int(match[2])) for match in found if match)
 
 
 @click.group()
@@ -28,7 +40,7 @@ def show_config() -> None:
     "--op",
     default="mla_decode",
     show_default=True,
-    help="mla_decode, mla_prefill, or the name of one prefill operation.",
+    help="mla_decode, mla_prefill, the name of one prefill operation, or fused_a_gemm.",
 )
 @click.option("--dtype", multiple=True, default=["bfloat16"], show_default=True)
 @click.option("--kv-cache", multiple=True, default=["bf16", "fp8", "fp8_ds_mla"], show_default=True)
@@ -36,6 +48,18 @@ def show_config() -> None:
 @click.option("--rope/--no-rope", default=False, show_default=True)
 @click.option("--kv-inputs-ready", is_flag=True, help="For calls that make this promise.")
 @click.option("--unaligned", is_flag=True, help="For rows off a multiple of 16 bytes.")
+@click.option(
+    "--shape",
+    "shapes",
+    multiple=True,
+    callback=_shapes,
+    metavar="NxK",
+    help="GEMM: N x K of a weight, as 2112x7168; all of Kimi-K3 by default.",
+)
+@click.option("--tokens", multiple=True, type=int, help="GEMM: a number of tokens; 1 to 64.")
+@click.option("--packed/--strided", default=None, help="GEMM: layout of x; both by default.")
+@click.option("--weight-is-static", is_flag=True, help="GEMM: for calls that make this promise.")
+@click.option("--batch-invariant", is_flag=True, help="GEMM: for calls with this flag.")
 @click.option("--device", type=int, default=None, help="GPU ordinal; the current one by default.")
 def warmup(
     op: str,
@@ -45,6 +69,11 @@ def warmup(
     rope: bool,
     kv_inputs_ready: bool,
     unaligned: bool,
+    shapes: tuple[tuple[int, int], ...],
+    tokens: tuple[int, ...],
+    packed: bool | None,
+    weight_is_static: bool,
+    batch_invariant: bool,
     device: int | None,
 ) -> None:
     """Compile the kernels that the tables may choose, into CuPy's disk cache."""
@@ -57,6 +86,11 @@ def warmup(
             rope=rope,
             kv_inputs_ready=kv_inputs_ready,
             vector=not unaligned,
+            shapes=shapes or None,
+            tokens=tokens or None,
+            strided=None if packed is None else not packed,
+            weight_is_static=weight_is_static,
+            batch_invariant=batch_invariant,
             device=device,
         )
     except (ValueError, k3cupy.ToolchainError, k3cupy.CompileError) as error:

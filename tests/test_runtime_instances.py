@@ -393,6 +393,17 @@ def test_case21_cupy_imports_where_no_cache_can_be_made(
     assert warned is None or lines[0] == str(warned)
 
 
+# Shared memory
+
+
+def test_the_limit_of_shared_memory_only_grows(gpu: FakeGpu) -> None:
+    loaded = instances.load(ONE, 0)
+    for size, limit in ((1024, 49_152), (100_000, 100_000), (60_000, 100_000), (0, 100_000)):
+        loaded.allow_shared_memory(size)
+        assert loaded.function.max_dynamic_shared_size_bytes == limit
+    assert gpu.current_device == 0
+
+
 # Arguments of warmup
 
 

@@ -28,13 +28,42 @@ from k3cupy.ops.mla_decode_config import (
     choose,
     dispatched_configs,
 )
-from k3cupy.runtime import env, streams, tensors
+from k3cupy.runtime import env, streams, tensors, toolchain
 from k3cupy.runtime.devices import DeviceInfo
-from k3cupy.runtime.launch import divisor_constants
+from k3cupy.runtime.launch import divisor_constants, make_launcher
 from k3cupy.runtime.tensors import TensorView
 
 KINDS = sorted({variant.kind for variant in variants()})
 LIMIT = 2**31
+
+# --- The attributes of a launch ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cluster", [1, 4])
+def test_launch_attributes(cluster: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuda-core's grid counts clusters where there are any; single blocks are none."""
+    configs = []
+
+    def launch_config(**attributes: Any) -> SimpleNamespace:
+        configs.append(attributes)
+        return SimpleNamespace(**attributes)
+
+    core = SimpleNamespace(launch=lambda *_: None, LaunchConfig=launch_config)
+    runtime = SimpleNamespace(getDevice=lambda: 0)
+    monkeypatch.setattr(toolchain, "cuda_core", lambda: core)
+    monkeypatch.setattr(
+        toolchain, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
+    )
+    make_launcher(0, None, grid=7, block=96, pdl=True, shared_bytes=50_000, cluster=cluster)
+    (attributes,) = configs
+    assert attributes.pop("cluster", 1) == cluster
+    assert attributes == {
+        "grid": 7,
+        "block": 96,
+        "shmem_size": 50_000,
+        "programmatic_stream_serialization": True,
+    }
+
 
 # --- Division by multiplication ------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib
 import importlib.metadata
 import itertools
 import os
@@ -63,6 +64,13 @@ def shipped_instances() -> list[Shipped]:
         tuned = dispatched_configs(variant.kind) if variant.vector else ()
         found += [Shipped(variant, c) for c in dict.fromkeys((*DEFAULTS.values(), *tuned))]
     return found
+
+
+def known_to_nvrtc(arch: str) -> bool:
+    """Whether the installed compiler can make code for an architecture."""
+    nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+    _, numbers = nvrtc.nvrtcGetSupportedArchs()
+    return int(arch.removeprefix("sm_")) in numbers
 
 
 # --- Reading machine code ------------------------------------------------------------------------
@@ -280,9 +288,8 @@ def share_of(group: list[AnyInstance], arch: str, parts: int) -> list[AnyInstanc
 
 def inspect(source: str, wanted: Sequence[Inspected], arch: str, *, read_code: bool) -> None:
     """Compile instances in one program; look at what they take and, if asked, at their code."""
-    nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC and cuda-core")
-    _, known = nvrtc.nvrtcGetSupportedArchs()
-    if int(arch.removeprefix("sm_")) not in known:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC and cuda-core")
+    if not known_to_nvrtc(arch):
         pytest.skip(f"this NVRTC does not know {arch}")
     cubin = compile_cubin(source, [instance.name for instance in wanted], arch)
     assert cubin.code[:4] == b"\x7fELF"
@@ -390,7 +397,10 @@ class FakeGpu:
                 self.in_memory.append(os.environ.get("CUPY_CACHE_IN_MEMORY"))
             self.on_compile(code)
             return SimpleNamespace(
-                num_regs=32, local_size_bytes=0, kernel=SimpleNamespace(ptr=len(self.compiled))
+                num_regs=32,
+                local_size_bytes=0,
+                kernel=SimpleNamespace(ptr=len(self.compiled)),
+                max_dynamic_shared_size_bytes=49_152,
             )
 
         return SimpleNamespace(get_function=get_function)

@@ -23,7 +23,7 @@ from k3cupy.runtime.instances import Instance
 
 _COLD_BYTES = 300 << 20
 _MAX_WEIGHTS = 800
-_LAUNCHES, _LAUNCHES_OF_LARGE = 100, 20
+_LAUNCHES, _LAUNCHES_OF_LARGE = 60, 16
 _LARGE_BYTES = 80 << 20
 _GRAPHS_AT_ONCE = 16
 _FLOOR_GRIDS = ((1, 512), (2, 256), (2, 512), (4, 256), (4, 512), (8, 256))
@@ -83,8 +83,10 @@ def pool_elements(shapes: Sequence[tuple[int, int]]) -> int:
 class Timer:
     """Times bodies that take a weight; every launch gets the next one."""
 
-    def __init__(self, weights: Sequence[torch.Tensor], rounds: int = 3) -> None:
-        self._rounds = rounds
+    def __init__(
+        self, weights: Sequence[torch.Tensor], *, rounds: int = 3, replays: int = 5
+    ) -> None:
+        self._rounds, self._replays = rounds, replays
         large = 2 * weights[0].numel() > _LARGE_BYTES
         self._weights = weights
         self._launches = max(_LAUNCHES_OF_LARGE if large else _LAUNCHES, len(weights))
@@ -108,7 +110,9 @@ class Timer:
                 recorded.append(
                     graphs.capture(lambda body=body, turn=turn: body(next(turn)), self._launches)  # type: ignore[misc]
                 )
-            times += graphs.measure(recorded, self._launches, rounds=self._rounds, replays=5)
+            times += graphs.measure(
+                recorded, self._launches, rounds=self._rounds, replays=self._replays
+            )
         return [round(us, 4) for us in times]
 
 
@@ -201,7 +205,7 @@ def run_entry(
         measured += [c for c in candidates(n, k, tokens, problem.device) if c != dispatched]
     for config in measured:
         problem.check(config, weights[0])
-    timer = Timer(weights, rounds=1 if all_candidates else 3)
+    timer = Timer(weights, rounds=1, replays=4) if all_candidates else Timer(weights)
 
     def linear(weight: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.linear(problem.x, weight)
@@ -290,7 +294,7 @@ def as_document(entries: Sequence[Entry], commit: str | None = None) -> dict[str
         "environment": environment.describe(torch.cuda.current_device(), commit),
         "method": {
             "statistic": "median of 3 rounds of 5 replays of a CUDA graph, microseconds a launch; "
-            "1 round where every candidate is measured",
+            "1 round of 4 where every candidate is measured",
             "weights": f"cold: {_COLD_BYTES >> 20} MiB of weights take turns; hot: one weight",
             "floor": "16-byte loads of the weight, the best of six grids, PDL on",
             "ours": "PDL on, weight_is_static promised, except waiting_us",

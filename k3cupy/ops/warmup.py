@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from k3cupy.ops import checks
+from k3cupy.ops.fused_a_gemm_config import FusedAGemmConfig
+from k3cupy.ops.fused_a_gemm_warmup import gemm_calls
 from k3cupy.ops.mla_decode_config import (
     DEFAULTS,
     MlaDecodeConfig,
@@ -31,8 +33,9 @@ from k3cupy.runtime import devices, instances, toolchain
 from k3cupy.runtime.instances import Instance
 
 _CACHES = {"bf16": "same", "fp16": "same", "same": "same", "fp8": "fp8", "fp8_ds_mla": "ds_mla"}
-_DECODE, _PREFILL = "mla_decode", "mla_prefill"
-_OPS = (_DECODE, _PREFILL, *PREFILL_OPS)
+_EVERY_CACHE = ("bf16", "fp8", "fp8_ds_mla")
+_DECODE, _PREFILL, _GEMM = "mla_decode", "mla_prefill", "fused_a_gemm"
+_OPS = (_DECODE, _PREFILL, *PREFILL_OPS, _GEMM)
 _INSERT_OF = {"same": KEY_CONCAT, "fp8": QKV_QUANT, "ds_mla": KEY_CONCAT_DS_MLA}
 
 
@@ -40,13 +43,18 @@ def warmup(
     op: str = _DECODE,
     *,
     dtype: str | Sequence[str] = "bfloat16",
-    kv_cache: str | Sequence[str] = ("bf16", "fp8", "fp8_ds_mla"),
+    kv_cache: str | Sequence[str] = _EVERY_CACHE,
     query_fp8: bool | Sequence[bool] | None = None,
     rope: bool | Sequence[bool] = False,
     kv_inputs_ready: bool | Sequence[bool] = False,
     vector: bool | Sequence[bool] = True,
     split: int | MlaDecodeConfig | None = None,
-    config: MlaPrefillConfig | None = None,
+    config: MlaPrefillConfig | FusedAGemmConfig | None = None,
+    shapes: Sequence[tuple[int, int]] | None = None,
+    tokens: int | Sequence[int] | None = None,
+    strided: bool | Sequence[bool] | None = None,
+    weight_is_static: bool | Sequence[bool] = False,
+    batch_invariant: bool | Sequence[bool] = False,
     device: int | None = None,
     max_workers: int | None = None,
     progress: bool = True,
@@ -57,7 +65,8 @@ def warmup(
 
     Args:
         op: ``"mla_decode"``; ``"mla_prefill"`` for the prefill operations of the caches named by
-            ``kv_cache`` and both context operations; or the name of one of those.
+            ``kv_cache`` and both context operations; or the name of one of those; or
+            ``"fused_a_gemm"``, which takes ``vector`` and the arguments from ``config`` on.
         dtype: of the inputs, ``"bfloat16"`` or ``"float16"``.
         kv_cache: ``"bf16"`` (or ``"fp16"``: the inputs' type), ``"fp8"``, ``"fp8_ds_mla"``.
         query_fp8: decode: e4m3 query; None: with an fp8 cache, as in serving.
@@ -66,7 +75,13 @@ def warmup(
         vector: True for rows at multiples of 16 bytes, False for the element-wise instance.
         split: decode: as for the operation; None compiles every configuration that the table may
             choose.
-        config: prefill: the same.
+        config: prefill and GEMM: the same.
+        shapes: GEMM: (N, K) of each weight; None: every projection of Kimi-K3.
+        tokens: GEMM: every M that will come; None: 1 to 64.
+        strided: GEMM: rows of x apart from one another; None: both, packed and apart.
+        weight_is_static: GEMM: instances for that promise, which ``dsv3_fused_a_gemm`` makes with
+            ``enable_pdl=True``.
+        batch_invariant: GEMM: instances for that flag.
         device: GPU ordinal; by default the current one.
         max_workers: compiling threads; by default one per CPU core, 16 at most.
         progress: show a progress bar on standard error.
@@ -81,11 +96,42 @@ def warmup(
     Example:
         >>> k3cupy.warmup(kv_cache="fp8", rope=[False, True])    # doctest: +SKIP
         8
+        >>> k3cupy.warmup("fused_a_gemm", shapes=[(2112, 7168)], tokens=[1, 16])  # doctest: +SKIP
+        4
     """
     if op not in _OPS:
         checks.reject("op", " or ".join(map(repr, _OPS)), repr(op))
+    if op == _GEMM:
+        _refuse(
+            op,
+            dtype=None if dtype == "bfloat16" or list(dtype) == ["bfloat16"] else dtype,
+            kv_cache=None if tuple(kv_cache) == _EVERY_CACHE else kv_cache,
+            split=split,
+            query_fp8=query_fp8,
+            rope=rope or None,
+            kv_inputs_ready=kv_inputs_ready or None,
+        )
+        calls = gemm_calls(
+            shapes,
+            tokens,
+            (False, True) if strided is None else _flags(strided),
+            _flags(vector),
+            _flags(weight_is_static),
+            _flags(batch_invariant),
+            config,
+        )
+        ordinal = _checked_device(device)
+        return _load(calls.instances(devices.info(ordinal)), ordinal, max_workers, progress)
+    _refuse(
+        op,
+        shapes=shapes,
+        tokens=tokens,
+        strided=strided,
+        weight_is_static=weight_is_static or None,
+        batch_invariant=batch_invariant or None,
+    )
     check_split(split)
-    check_config(config)
+    prefill_config = check_config(config)
     for name in _names(kv_cache):
         if name not in _CACHES:
             checks.reject("kv_cache", " or ".join(map(repr, _CACHES)), repr(name))
@@ -106,17 +152,27 @@ def warmup(
         inserts = [_INSERT_OF[cache] for cache in caches]
         wanted = (*inserts, KV_CONCAT, KV_CONCAT_QUANT) if op == _PREFILL else (op,)
         chosen = tuple(
-            prefill_config.instance(variant)
+            chosen_config.instance(variant)
             for variant in _prefill_variants(wanted, dtype, rope, vector)
-            for prefill_config in ([config] if config else dispatched_prefill_configs(variant))
+            for chosen_config in (
+                [prefill_config] if prefill_config else dispatched_prefill_configs(variant)
+            )
         )
+    return _load(chosen, _checked_device(device), max_workers, progress)
+
+
+def _checked_device(device: int | None) -> int:
     count = devices.count()
-    ordinal = toolchain.cupy().cuda.runtime.getDevice() if device is None else device
+    ordinal = int(toolchain.cupy().cuda.runtime.getDevice()) if device is None else device
     if not 0 <= ordinal < count:
         checks.reject("device", f"a GPU ordinal below {count}", repr(device))
+    return ordinal
+
+
+def _load(chosen: Sequence[Instance], device: int, max_workers: int | None, progress: bool) -> int:
     if not progress:
-        return instances.load_all(chosen, ordinal, max_workers=max_workers)
-    return _load_with_bar(chosen, ordinal, max_workers)
+        return instances.load_all(chosen, device, max_workers=max_workers)
+    return _load_with_bar(chosen, device, max_workers)
 
 
 def _names(value: str | Sequence[str]) -> Sequence[str]:

@@ -1,0 +1,191 @@
+"""The fused-A GEMM compiles for every architecture, to sound machine code. No GPU is needed."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import itertools
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from toolchain_helpers import (
+    HAS_DISASSEMBLER,
+    NO_DISASSEMBLER,
+    Instruction,
+    copy_of_sources,
+    known_to_nvrtc,
+    resources_of,
+    sass_of,
+    write,
+)
+
+from k3cupy import projections
+from k3cupy.ops.fused_a_gemm_choice import choose
+from k3cupy.ops.fused_a_gemm_config import SOURCE, FusedAGemmConfig, FusedAGemmVariant
+from k3cupy.runtime import sources
+from k3cupy.runtime.devices import DeviceInfo
+from k3cupy.runtime.errors import CompileError
+from k3cupy.runtime.offline import ARCHITECTURES, compile_cubin
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC and cuda-core")
+
+LIMIT = 30
+"""Instances of one program, about four seconds. Where more can be reached, a share of them is
+compiled that moves on every day."""
+
+PARTS = {arch: 3 if arch == "sm_90" else 1 for arch in ARCHITECTURES}
+SHARED_MEMORY = {"sm_80": 166_912, "sm_86": 101_376, "sm_89": 101_376, "sm_120": 101_376}
+VARIANTS = [
+    FusedAGemmVariant(packed, aligned, static)
+    for packed, aligned, static in itertools.product((True, False), repeat=3)
+    if aligned or not packed
+]
+CONFIG = FusedAGemmConfig(16, 32, 128, 4, 2, 4, 1, 1, 2)
+REGISTERS = 65_536
+
+
+@dataclass(frozen=True)
+class Reached:
+    """An instance that a call of some projection's shape can get."""
+
+    config: FusedAGemmConfig
+    variant: FusedAGemmVariant
+
+    @property
+    def name(self) -> str:
+        return self.config.name_expression(self.variant)
+
+
+def capability(arch: str) -> tuple[int, int]:
+    number = int(arch.removeprefix("sm_"))
+    return number // 10, number % 10
+
+
+@functools.cache
+def reached(arch: str) -> tuple[Reached, ...]:
+    gpu = DeviceInfo(0, arch, capability(arch), 132, SHARED_MEMORY.get(arch, 232_448))
+    configs = dict.fromkeys(
+        choose(p.n, p.k, tokens, gpu, batch_invariant=invariant)[0]
+        for p in projections.shapes()
+        for tokens in range(1, 65)
+        for invariant in (False, True)
+    )
+    return tuple(Reached(config, variant) for config in configs for variant in VARIANTS)
+
+
+def todays_share(arch: str, part: int) -> list[Reached]:
+    everything, parts = reached(arch), PARTS[arch]
+    days = -(-len(everything) // (LIMIT * parts))
+    today = datetime.date.today().toordinal() % days
+    print(f"{arch}: share {today + 1} of {days}")
+    return list(everything[today::days][part::parts])
+
+
+def code_problems(program: list[Instruction], variant: FusedAGemmVariant, arch: str) -> list[str]:
+    """What is wrong with a kernel's instructions."""
+    problems = [f"local memory: {i}" for i in program if i.is_local]
+    bases = {i.base for i in program}
+    copies = [i.opcode for i in program if i.base == "LDGSTS"]
+    if not copies or not all(".128" in opcode for opcode in copies):
+        problems.append(f"the weight does not come by asynchronous 128-bit copies: {copies}")
+    if "HMMA" not in bases:
+        problems.append("no tensor-core instruction")
+    loads = [i for i in program if i.base == "LDG"]
+    if bool(loads) == variant.aligned_x:
+        problems.append(f"ordinary loads: {loads}")
+    waits, releases = (any(i.is_wait for i in program), any(i.is_release for i in program))
+    if waits != (capability(arch) >= (9, 0)) or releases != waits:
+        problems.append(f"dependency wait: {waits}, release: {releases}")
+    return problems
+
+
+@pytest.mark.parametrize(
+    ("arch", "part"), [(arch, part) for arch in ARCHITECTURES for part in range(PARTS[arch])]
+)
+def test_instances(arch: str, part: int) -> None:
+    """They compile, nothing spills, the registers suffice, the code is what it should be."""
+    if not known_to_nvrtc(arch):
+        pytest.skip(f"this NVRTC does not know {arch}")
+    wanted = todays_share(arch, part)
+    if not wanted:
+        pytest.skip("fewer instances than parts")
+    cubin = compile_cubin(SOURCE, [instance.name for instance in wanted], arch)
+    assert set(cubin.symbols) == {instance.name for instance in wanted}
+    if not HAS_DISASSEMBLER:
+        pytest.skip(f"compiled but not inspected: {NO_DISASSEMBLER}")
+    resources, programs = resources_of(cubin.code), sass_of(cubin.code)
+    problems = []
+    for instance in wanted:
+        symbol = cubin.symbols[instance.name]
+        used = resources[symbol]
+        found = code_problems(programs[symbol], instance.variant, arch)
+        if used.stack or used.local:
+            found.append(f"{used.stack} bytes of stack, {used.local} of local memory")
+        if used.registers * instance.config.block_size > REGISTERS:
+            found.append(f"{used.registers} registers for {instance.config.block_size} threads")
+        problems += [f"{instance.name}: {problem}" for problem in found]
+    assert not problems, f"{arch}:\n" + "\n".join(problems)
+
+
+@pytest.mark.parametrize("split", [2, 4, 8])
+def test_clusters_have_a_barrier_and_remote_stores(split: int) -> None:
+    name = replace(CONFIG, split_k=split).name_expression(FusedAGemmVariant())
+    cubin = compile_cubin(SOURCE, [name], "sm_90")
+    if not HAS_DISASSEMBLER:
+        pytest.skip(NO_DISASSEMBLER)
+    (program,) = sass_of(cubin.code).values()
+    assert not code_problems(program, FusedAGemmVariant(), "sm_90")
+    bases = {i.base for i in program}
+    assert {"UCGABAR_ARV", "UCGABAR_WAIT"} <= bases
+    assert bases & {"ST", "STAS"}
+
+
+def test_the_promise_moves_the_weight_before_the_wait() -> None:
+    """With it one wait is left, that of x; without it the weight waits too."""
+    if not HAS_DISASSEMBLER:
+        pytest.skip(NO_DISASSEMBLER)
+    waits = []
+    for static in (False, True):
+        name = CONFIG.name_expression(FusedAGemmVariant(weight_is_static=static))
+        (program,) = sass_of(compile_cubin(SOURCE, [name], "sm_90").code).values()
+        waits.append(sum(i.is_wait for i in program))
+    assert waits == [2, 1]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tile_m": 24},
+        {"tile_n": 24},
+        {"tile_k": 32, "warps_k": 1},
+        {"warps_k": 3},
+        {"warps_n": 4},
+        {"split_k": 3},
+        {"tile_k": 192},
+    ],
+    ids=str,
+)
+def test_the_compiler_refuses_what_is_not_valid(changes: dict[str, int]) -> None:
+    """The static assertions of the kernel and `is_valid` agree."""
+    impossible = replace(CONFIG, **changes)
+    assert not impossible.is_valid()
+    with pytest.raises(CompileError, match=r"static assertion|static_assert"):
+        compile_cubin(SOURCE, [impossible.name_expression(FusedAGemmVariant())], "sm_90")
+
+
+def test_the_kernel_and_the_host_agree_on_shared_memory(tmp_path: Path) -> None:
+    """Every configuration's size is stated beside the kernel's own layout and must be equal."""
+    configs = dict.fromkeys(instance.config for arch in ARCHITECTURES for instance in reached(arch))
+    checks = []
+    for config in (*configs, CONFIG, replace(CONFIG, split_k=8, tile_m=64)):
+        fields = (config.tile_m, config.tile_n, config.tile_k, config.stages, config.stages_x)
+        layout = ", ".join(map(str, (*fields, config.warps_k, config.split_k)))
+        inbox = 4 * config.tile_m * config.tile_n * (config.split_k > 1)
+        size = f"SharedLayout<{layout}>::kInbox + {inbox}"
+        checks.append(f'static_assert({size} == {config.shared_bytes}, "{config}");')
+    lines = ['#include "fused_a_gemm.cu"', "namespace k3cupy {", *checks, "}"]
+    folder = copy_of_sources(tmp_path)
+    write(folder / "layout.cu", "\n".join([*lines, "__global__ void nothing() {}", ""]))
+    with sources.source_dir(folder):
+        assert compile_cubin("layout.cu", ["nothing"], "sm_90").symbols
