@@ -108,7 +108,9 @@ def test_the_shipped_table_names_what_it_measured() -> None:
             assert time <= 1.02 * min(times.values()), (entry["kind"], entry["num_rows"])
 
 
-@pytest.mark.parametrize(("tasks", "heads"), itertools.product((0, 4, 8, 16, 32), (0, 1, 4, 5, 8)))
+@pytest.mark.parametrize(
+    ("tasks", "heads"), list(itertools.product((0, 4, 8, 16, 32), (0, 1, 4, 5, 8)))
+)
 def test_only_the_candidates_are_valid(tasks: int, heads: int) -> None:
     config = MlaPrefillConfig(tasks, heads)
     assert config.is_valid() == (config in CANDIDATES)
