@@ -277,6 +277,7 @@ FORMS = {
     ),
     "gemm": Form(
         title="Fused-A GEMM, cold weights, microseconds a launch",
+        marker="gemm-results",
         header=(
             "N x K",
             "M",
