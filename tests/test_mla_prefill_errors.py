@@ -71,7 +71,7 @@ def put(kind: str, label: str, name: str, value: Any, found: str, blamed: str = 
 
 for k in KINDS:
     # When the first input changes, those that then disagree with it may be blamed instead.
-    others = "|".join((*INPUTS[k], "kv_cache"))
+    others = "|".join((*INPUTS[k], "kv_cache", "out"))
     for n in INPUTS[k]:
         width, blamed = width_of(n), others if n == FIRST[k] else n
         make(k, "case23-fp16", n, lambda t: t.to(FP16), "float16", blamed)
