@@ -6,13 +6,13 @@
 //     second, half-empty wave. A block owns kTileN rows of the weight, or 1 / kSplitK of their
 //     columns, the blocks of a cluster sharing the rows; the host picks the tile for that.
 //   - Copy warps keep a deep ring of weight tiles in flight, other copy warps a ring of the same
-//     columns of x. Math warps never load from global memory. The rings are apart, because x comes
-//     from L2 and needs few stages, and each byte of shared memory that x does not take is a byte of
-//     the weight in flight.
+//     columns of x. Math warps never load from global memory. The rings have barriers of their own:
+//     the weight may come long before x.
 //   - Under programmatic dependent launch the weight does not wait for the predecessor where the
 //     caller promised that it is older (kWeightIsStatic): while the predecessor ends, the ring
-//     fills. Dependents are released at the start, so that their rings fill while this kernel ends;
-//     they wait for our end before they read what we write.
+//     fills. Dependents are released as soon as the predecessor has ended, so that their rings fill
+//     while this kernel works; they wait for our end before they read what we write. Not earlier: a
+//     dependent to which only its own predecessor was vouched for would overtake ours.
 //   - Tokens are the narrow side of the tensor-core product (8), weight rows the wide one (16), so
 //     that few tokens waste little.
 //
@@ -109,7 +109,6 @@ __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
   }
   __syncthreads();
   if constexpr (kSplitK > 1) cluster_arrive_relaxed();
-  release_dependents();
 
   float sum[kRowTiles][kTokenTiles][4] = {};
   if (warp < kMathWarps) {
@@ -191,6 +190,7 @@ __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
     const unsigned int thread = threadIdx.x - 32 * (kMathWarps + kCopyWarps);
     const long long row_stride = kPacked ? k : x_row_stride;
     wait_for_predecessor(x, out);
+    release_dependents();
     RingPosition at;
     for (unsigned int i = 0; i < stages; ++i) {
       wait_barrier(x_empty + kBarrierBytes * at.stage, at.parity ^ 1);

@@ -13,10 +13,11 @@ __device__ __forceinline__ void wait_for_predecessor(const void* address0, const
 #endif
 }
 
-// Lets the consumer's blocks be scheduled; one thread's call counts for its whole block. A consumer
-// that waits for its predecessor before it touches what we write may be released at any time, and
-// gains by being released early. One that relies on our end without waiting needs the call behind a
-// block barrier that follows the block's last store.
+// Lets the consumer's blocks be scheduled; one thread's call counts for its whole block. Behind
+// wait_for_predecessor, so that a consumer which was promised something about its predecessor alone
+// never runs beside the kernel before that. A consumer that waits before it reads what we write gains
+// by an early call; one that relies on our end without waiting needs the call behind a block barrier
+// that follows the block's last store.
 __device__ __forceinline__ void release_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

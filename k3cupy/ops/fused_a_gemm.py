@@ -45,8 +45,8 @@ def fused_a_gemm(
         pdl: programmatic dependent launch. None: on, where the GPU has it (sm_90 and newer).
             False: the launch waits for the end of the preceding kernel. The kernel itself waits for
             its predecessor before it reads x, so both are safe.
-        weight_is_static: a promise: the preceding kernel does not write the weight. It may then be
-            fetched before that kernel has ended.
+        weight_is_static: a promise: the preceding kernel does not write the weight, which may then
+            be fetched before that kernel has ended.
         batch_invariant: the bits of a row depend neither on M nor on the other rows.
         stream: an int handle or an object with ``__cuda_stream__``. By default PyTorch's current
             stream, or CuPy's where no argument is a PyTorch tensor. PyTorch tensors used on another
@@ -89,9 +89,9 @@ def dsv3_fused_a_gemm(output: Any, mat_a: Any, mat_b: Any, enable_pdl: bool = Fa
         output: [M, N] bfloat16, written. Inner stride 1, rows apart from one another.
         mat_a: [M, K] bfloat16, M from 0 to 64: x of ``fused_a_gemm``.
         mat_b: [K, N] bfloat16 with strides (1, K): the packed weight [N, K] seen transposed.
-        enable_pdl: programmatic dependent launch where the GPU has it, and with it the promise that
-            the preceding kernel does not write mat_b, as the public function has it. False: a
-            launch that waits for the end of the preceding kernel.
+        enable_pdl: programmatic dependent launch where the GPU has it, and with it the promise of
+            ``weight_is_static`` for mat_b, as the public function has it. False: a launch that
+            waits for the end of the preceding kernel.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the text names it. Nothing was written.

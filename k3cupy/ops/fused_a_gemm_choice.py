@@ -147,8 +147,9 @@ def estimate_us(config: FusedAGemmConfig, n: int, k: int, device: DeviceInfo) ->
     step = _STEP_OF_16_ROWS_US + _STEP_OF_8_TOKENS_US * config.tile_m / 8
     work = per_sm * steps * step * config.tile_n / 16
     sums = 4 * config.warps_k * config.tile_m * config.tile_n
+    together: float = (stream**_OVERLAP + work**_OVERLAP) ** (1 / _OVERLAP)
     return (
-        (stream**_OVERLAP + work**_OVERLAP) ** (1 / _OVERLAP)
+        together
         + _SPLIT_US * (config.split_k - 1)
         + _SUMS_US_A_BYTE * sums * min(per_sm, _ENDS_AT_ONCE)
         + _THREAD_US * config.block_size

@@ -26,6 +26,7 @@ from k3cupy.ops.fused_a_gemm_validate import (
 from k3cupy.ops.plan_cache import Plan
 from k3cupy.reference.fused_a_gemm import fused_a_gemm_reference
 from k3cupy.runtime import devices, launch, streams, tensors
+from k3cupy.runtime.tensors import TensorView
 
 _DTYPE = "bfloat16"
 _KERNEL_WEIGHT, _KERNEL_X, _KERNEL_OUT = 0, 3, 6
@@ -100,6 +101,11 @@ def make_plan(form: Form, values: Values, options: Options, stream: Any) -> Plan
     return _CudaPlan(problem, decision, stream)
 
 
+def _row_stride(v: TensorView) -> int:
+    """Return the elements between rows; of one row nobody asks for them."""
+    return v.strides[0] if v.shape[0] > 1 else 0
+
+
 class _ReferencePlan:
     """A call on CPU tensors."""
 
@@ -140,16 +146,15 @@ class _CudaPlan:
         kernel = self._place.load(config.instance(problem.variant), stream)
         kernel.allow_shared_memory(config.shared_bytes)
         out = problem.views.get(problem.form.out)
-        out_row_stride = problem.n if out is None else out.strides[0]
         self._arguments = [
             0,
             np.uint32(problem.n),
             np.uint32(problem.k),
             0,
             np.uint32(problem.num_tokens),
-            problem.x.strides[0],
+            _row_stride(problem.x),
             0,
-            out_row_stride,
+            problem.n if out is None else _row_stride(out),
         ]
         self._launch = launch.make_launcher(
             self._place.device,
