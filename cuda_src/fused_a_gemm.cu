@@ -110,8 +110,9 @@ __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
   __syncthreads();
   if constexpr (kSplitK > 1) cluster_arrive_relaxed();
 
-  float sum[kRowTiles][kTokenTiles][4] = {};
+  float* sums = reinterpret_cast<float*>(shared + Layout::kSums);
   if (warp < kMathWarps) {
+    float sum[kRowTiles][kTokenTiles][4] = {};
     const int warp_k = warp / kWarpsN;
     const int warp_n = warp % kWarpsN;
     const unsigned int weight_row = (warp_n * kRowTiles * kMmaRows + lane % 16) * Layout::kRowBytes;
@@ -171,6 +172,20 @@ __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
       at_weight.advance<kStages>();
       at_x.advance<kStagesX>();
     }
+    sync_threads<32 * kMathWarps>();  // all have read the last stage: the rings are done with
+    float* own = sums + warp_k * Layout::kWarpSums;
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+      for (int j = 0; j < kTokenTiles; ++j) {
+        const int row = (warp_n * kRowTiles + r) * kMmaRows + lane / 4;
+        const int token = j * kMmaTokens + lane % 4 * 2;
+        own[token * Layout::kSumPitch + row] = sum[r][j][0];
+        own[(token + 1) * Layout::kSumPitch + row] = sum[r][j][1];
+        own[token * Layout::kSumPitch + row + 8] = sum[r][j][2];
+        own[(token + 1) * Layout::kSumPitch + row + 8] = sum[r][j][3];
+      }
+    }
   } else if (warp < kMathWarps + kCopyWarps) {
     const unsigned int thread = threadIdx.x - 32 * kMathWarps;
     const char* source =
@@ -204,7 +219,7 @@ __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
       } else {
         const unsigned int values = stage_bytes(i) / 2;
         for (unsigned int row = 0; row < num_tokens; ++row) {
-#pragma unroll 4
+#pragma unroll 1
           for (unsigned int c = thread; c < values; c += kCopyThreads) {
             store_shared(target + row * Layout::kRowBytes + swizzled(c / 8, row) + 2 * (c % 8),
                          __bfloat16_as_ushort(source[row * row_stride + c]));
@@ -216,23 +231,6 @@ __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
     }
   }
 
-  __syncthreads();  // the rings are done with
-  float* sums = reinterpret_cast<float*>(shared + Layout::kSums);
-  if (warp < kMathWarps) {
-    float* own = sums + warp / kWarpsN * Layout::kWarpSums;
-#pragma unroll
-    for (int r = 0; r < kRowTiles; ++r) {
-#pragma unroll
-      for (int j = 0; j < kTokenTiles; ++j) {
-        const int row = (warp % kWarpsN * kRowTiles + r) * kMmaRows + lane / 4;
-        const int token = j * kMmaTokens + lane % 4 * 2;
-        own[token * Layout::kSumPitch + row] = sum[r][j][0];
-        own[(token + 1) * Layout::kSumPitch + row] = sum[r][j][1];
-        own[token * Layout::kSumPitch + row + 8] = sum[r][j][2];
-        own[(token + 1) * Layout::kSumPitch + row + 8] = sum[r][j][3];
-      }
-    }
-  }
   __syncthreads();
   const auto sum_of_warps = [&](unsigned int token, unsigned int row) {
     float total = 0.0f;

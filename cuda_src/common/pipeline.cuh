@@ -25,6 +25,12 @@ __device__ __forceinline__ void copy_chunk_async(unsigned int target, const void
                : "memory");
 }
 
+// A block barrier for the first kThreads threads alone.
+template <int kThreads>
+__device__ __forceinline__ void sync_threads() {
+  asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+}
+
 __device__ __forceinline__ void store_shared(unsigned int target, unsigned short value) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(target), "h"(value) : "memory");
 }
