@@ -30,8 +30,8 @@ from k3cupy.runtime.offline import ARCHITECTURES, compile_cubin
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC and cuda-core")
 
-LIMIT = 20
-"""Instances of one program, about three seconds. Where more can be reached, a share of them is
+LIMIT = 15
+"""Instances of one program, about two seconds. Where more can be reached, a share of them is
 compiled that moves on every day. What the table of an sm_90 GPU names is always compiled for it."""
 
 PARTS = {arch: 3 if arch == "sm_90" else 1 for arch in ARCHITECTURES}

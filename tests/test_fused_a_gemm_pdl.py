@@ -109,6 +109,32 @@ def test_a_predecessor_that_writes_late(
     assert int(wrong) == 0
 
 
+def test_a_promise_about_the_preceding_kernel_is_enough(
+    copy_late: Callable[[torch.Tensor, torch.Tensor], None],
+) -> None:
+    """The weight is written late two kernels before: the product between lets nothing overtake."""
+    weights = [normal((528, 1536), seed, "cuda") for seed in (1, 2)]
+    weight, x = weights[0].clone(), normal((4, 1536), 3, "cuda")
+    between = (normal((4, 64), 4, "cuda"), normal((16, 64), 5, "cuda"))
+
+    def step(i: int) -> torch.Tensor:
+        copy_late(weights[i], weight)
+        op(*between, weight_is_static=True)
+        return op(x, weight, weight_is_static=True)
+
+    wants = [op(x, each, pdl=False) for each in weights]
+    step(0)
+    torch.cuda.synchronize()
+    graphs = [captured(lambda i=i: step(i)) for i in (0, 1)]
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for round_ in range(ROUNDS):
+        graph, out = graphs[round_ % 2]
+        out.fill_(float("nan"))
+        graph.replay()
+        wrong += (out.view(torch.int16) != wants[round_ % 2].view(torch.int16)).sum()
+    assert int(wrong) == 0
+
+
 def test_products_that_feed_products() -> None:
     """Each begins before its predecessor ends; a result is an x, and then a weight."""
     first, second = normal((2048, 512), 1, "cuda"), normal((64, 2048), 2, "cuda")

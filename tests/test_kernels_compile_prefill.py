@@ -50,8 +50,8 @@ MAX_REGISTERS = 112
 MAX_SHARED = 12 * 1024
 """The hash table of the cache blocks, and what the driver keeps for itself."""
 
-FULL_PRODUCT = 80
-"""Instances that two cores compile for all architectures in about half a minute."""
+FULL_PRODUCT = 30
+"""Instances that two cores compile for all architectures in about twenty seconds."""
 
 VARIANTS = [
     variant

@@ -189,10 +189,17 @@ class _Table:
     def shapes(self) -> tuple[tuple[int, int], ...]:
         return tuple(self._times)
 
-    def invariant(self, n: int, k: int, tokens: int) -> FusedAGemmConfig | None:
-        """Return the fastest of one summation order, the order with the least worst loss."""
-        classes = self._times.get((n, k))
-        if classes is None or tokens not in classes:
+    def invariant(self, n: int, k: int, tokens: int, device: DeviceInfo) -> FusedAGemmConfig | None:
+        """Return the fastest of one summation order, the order with the least worst loss.
+
+        None where some number of tokens has no valid configuration of a common order: then no
+        number of tokens may take its order from here.
+        """
+        classes = {
+            count: {c: us for c, us in times.items() if c.is_valid(device)}
+            for count, times in self._times.get((n, k), {}).items()
+        }
+        if set(classes) != set(TOKEN_CLASSES):
             return None
         common = set.intersection(*({c.order for c in times} for times in classes.values()))
         if not common:
@@ -226,13 +233,17 @@ def _shipped() -> dict[str, _Table]:
     return {name: _Table(facts["entries"]) for name, facts in gpus.items()}
 
 
+_LARGE = DeviceInfo(0, "any", (9, 0), 132, 1 << 20)
+"""A GPU on which every configuration fits."""
+
+
 def shipped_configs() -> tuple[FusedAGemmConfig, ...]:
     """Return every configuration that a shipped table names, those of batch invariance too."""
     found: list[FusedAGemmConfig | None] = []
     for table in _shipped().values():
         found += table.all_chosen()
         for n, k in table.shapes():
-            found += [table.invariant(n, k, tokens) for tokens in TOKEN_CLASSES]
+            found += [table.invariant(n, k, tokens, _LARGE) for tokens in TOKEN_CLASSES]
     return tuple(dict.fromkeys(config for config in found if config is not None))
 
 
@@ -252,8 +263,10 @@ def choose(
     tokens = next(size for size in TOKEN_CLASSES if size >= num_tokens)
     table = _shipped().get(device.name)
     if table is not None:
-        find = table.invariant if batch_invariant else table.chosen
-        config = find(n, k, tokens)
+        if batch_invariant:
+            config = table.invariant(n, k, tokens, device)
+        else:
+            config = table.chosen(n, k, tokens)
         if config is not None and config.is_valid(device):
             kind = ", one summation order for all M" if batch_invariant else ""
             lead = table.lead_of_linear(n, k, tokens, config)
