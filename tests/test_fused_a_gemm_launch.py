@@ -110,8 +110,11 @@ def test_one_row_has_no_stride(device: FakeDevice) -> None:
 def test_a_plan_serves_other_addresses(device: FakeDevice) -> None:
     first, second = inputs(9, 100, 128), inputs(9, 100, 128)
     plan = make_plan(FRIENDLY, (*first, None), Options(None, False, False, None), None)
-    for x, weight in (first, second):
+    outs = [
         plan.run((x, weight, None), [x.data_ptr(), weight.data_ptr(), 0], None)
+        for x, weight in (first, second)
+    ]
+    assert len(outs) == 2, "both are kept, so that they are not one piece of memory"
     assert len(device.loaded) == 1
     (_, before), (_, after) = device.launches
     assert [a == b for a, b in zip(before, after, strict=True)].count(False) == 3
