@@ -339,6 +339,13 @@ def test_a_gemm_plot_is_drawn(tmp_path: Path) -> None:
     assert path.read_bytes()[:4] == b"\x89PNG"
 
 
+def test_a_plot_without_matplotlib_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    done = CliRunner().invoke(main, ["bench", "gemm", "--plot", "x.png"])
+    assert done.exit_code == 1
+    assert done.output.strip() == 'Error: --plot needs matplotlib: pip install "k3cupy[bench]"'
+
+
 def test_no_shipped_gemm_choice_is_slower_than_what_was_measured_beside_it() -> None:
     text = (ROOT / "k3cupy/ops/tables/fused_a_gemm.json").read_text(encoding="utf-8")
     for facts in json.loads(text)["gpus"].values():

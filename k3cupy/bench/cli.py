@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,8 @@ def gemm_command(
 
     Cold and hot weights, packed and strided x, with and without the promise of a static weight.
     """
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise click.ClickException('--plot needs matplotlib: pip install "k3cupy[bench]"')
     _need_gpu()
     from k3cupy.bench import gemm
     from k3cupy.ops.fused_a_gemm_choice import TOKEN_CLASSES

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from k3cupy.bench.forms import PAGE_SHAPES, gemm_summary
 
 _COLUMNS = 3
@@ -20,6 +18,8 @@ def plot_gemm(document: Mapping[str, Any], path: Path) -> None:
         document: of ``bench gemm``.
         path: of the picture; its ending names the format.
     """
+    from matplotlib.figure import Figure  # an extra: only who draws needs it
+
     kinds = list(dict.fromkeys(entry["kind"] for entry in document["entries"]))
     shown = [kind for kind in PAGE_SHAPES if kind in kinds] or kinds
     rows = -(-len(shown) // _COLUMNS)
