@@ -72,6 +72,22 @@ def copy_late(
     return run
 
 
+def wrong_values(step: Callable[[int], torch.Tensor], wants: list[torch.Tensor]) -> int:
+    """Run steps 0 and 1 in turn, as graphs and eagerly, and count what differs in one bit."""
+    step(0)
+    torch.cuda.synchronize()
+    graphs = [captured(lambda i=i: step(i)) for i in (0, 1)]
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for round_ in range(ROUNDS):
+        want = wants[round_ % 2].view(torch.int16)
+        graph, out = graphs[round_ % 2]
+        out.fill_(float("nan"))
+        graph.replay()
+        wrong += (out.view(torch.int16) != want).sum()
+        wrong += (step(round_ % 2).view(torch.int16) != want).sum()
+    return int(wrong)
+
+
 @pytest.mark.parametrize("late", ["x", "weight", "both"])
 @pytest.mark.parametrize("tokens", [1, 16, 64])
 def test_a_predecessor_that_writes_late(
@@ -95,18 +111,7 @@ def test_a_predecessor_that_writes_late(
         op(xs[i if late != "weight" else 0], weights[i if late != "x" else 0], pdl=False)
         for i in (0, 1)
     ]
-    step(0)
-    torch.cuda.synchronize()
-    graphs = [captured(lambda i=i: step(i)) for i in (0, 1)]
-    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    for round_ in range(ROUNDS):
-        graph, out = graphs[round_ % 2]
-        out.fill_(float("nan"))
-        graph.replay()
-        wrong += (out.view(torch.int16) != wants[round_ % 2].view(torch.int16)).sum()
-        same = step(round_ % 2)
-        wrong += (same.view(torch.int16) != wants[round_ % 2].view(torch.int16)).sum()
-    assert int(wrong) == 0
+    assert wrong_values(step, wants) == 0
 
 
 def test_a_promise_about_the_preceding_kernel_is_enough(
@@ -123,16 +128,7 @@ def test_a_promise_about_the_preceding_kernel_is_enough(
         return op(x, weight, weight_is_static=True)
 
     wants = [op(x, each, pdl=False) for each in weights]
-    step(0)
-    torch.cuda.synchronize()
-    graphs = [captured(lambda i=i: step(i)) for i in (0, 1)]
-    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    for round_ in range(ROUNDS):
-        graph, out = graphs[round_ % 2]
-        out.fill_(float("nan"))
-        graph.replay()
-        wrong += (out.view(torch.int16) != wants[round_ % 2].view(torch.int16)).sum()
-    assert int(wrong) == 0
+    assert wrong_values(step, wants) == 0
 
 
 def test_products_that_feed_products() -> None:

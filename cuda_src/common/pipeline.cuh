@@ -68,8 +68,8 @@ __device__ __forceinline__ void wait_barrier(unsigned int barrier, unsigned int 
 #endif
 }
 
-// A ring of stages: the barriers say when one is full and when it is empty again. `position` counts
-// stages through the ring; its parity flips on each round.
+// Where a warp stands in a ring of stages, whose barriers say when one is full and when it is empty
+// again. The parity flips on each round.
 struct RingPosition {
   unsigned int stage = 0;
   unsigned int parity = 0;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,20 @@ import click
 @click.group()
 def bench() -> None:
     """Measure on this GPU; needs PyTorch."""
+
+
+def _result_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add where the results go and which commit they are of."""
+    for option in (
+        click.option(
+            "--commit", default=None, help="The commit, where the sources are no git checkout."
+        ),
+        click.option(
+            "--json", "path", type=click.Path(path_type=Path), help="Write the results there."
+        ),
+    ):
+        command = option(command)
+    return command
 
 
 def _need_gpu() -> None:
@@ -38,8 +53,7 @@ def _show(document: dict[str, Any], path: Path | None) -> None:
 @click.option("--tokens", multiple=True, type=int, help="Batch sizes; the table's by default.")
 @click.option("--heads", default=12, show_default=True)
 @click.option("--chain-only", is_flag=True, help="Only the real chain with PDL.")
-@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the results there.")
-@click.option("--commit", default=None, help="The commit, where the sources are no git checkout.")
+@_result_options
 def decode_command(
     kinds: tuple[str, ...],
     tokens: tuple[int, ...],
@@ -76,8 +90,7 @@ def decode_command(
 @click.option("--tokens", multiple=True, type=int, help="Prompt lengths; the table's by default.")
 @click.option("--heads", default=12, show_default=True)
 @click.option("--rope/--no-rope", default=False, show_default=True, help="With positions.")
-@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the results there.")
-@click.option("--commit", default=None, help="The commit, where the sources are no git checkout.")
+@_result_options
 def prefill_command(
     ops: tuple[str, ...],
     tokens: tuple[int, ...],
@@ -109,8 +122,7 @@ def prefill_command(
 @click.option("--tokens", multiple=True, type=click.IntRange(1, 64), help="M; the table's.")
 @click.option("--all-candidates", is_flag=True, help="Every configuration, to make a table.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the times over the floor.")
-@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the results there.")
-@click.option("--commit", default=None, help="The commit, where the sources are no git checkout.")
+@_result_options
 def gemm_command(
     names: tuple[str, ...],
     tokens: tuple[int, ...],

@@ -65,7 +65,7 @@ class CudaOutput:
 
     Attributes:
         address_of: gives the address of what ``make`` made.
-        is_handed_over: ``hand_over`` has work to do.
+        is_handed_over: what ``make`` made goes through ``hand_over`` at the end of the call.
     """
 
     def __init__(self, place: CudaPlace, shape: tuple[int, ...], dtype: str) -> None:
@@ -83,9 +83,7 @@ class CudaOutput:
             return self._allocate()
 
     def hand_over(self, out: Any, handle: int) -> Any:
-        """Return a new tensor, the kernel queued, as the caller's framework has it."""
-        if not self.is_handed_over:
-            return out
+        """Return a new tensor, the kernel queued, as a framework has it that takes it over."""
         # JAX makes its own stream wait for the one that is current at the hand-over.
         with streams.current_for_cupy(handle, self._place.device):
             return outputs.finish(self._place.framework, out, self._dtype)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple, replace
-from importlib import resources
+from dataclasses import replace
 from typing import Any
 
 from k3cupy.ops.fused_a_gemm_config import MAX_TOKENS, FusedAGemmConfig
+from k3cupy.ops.measured_table import shipped_text
 from k3cupy.runtime.devices import DeviceInfo
 
 TOKEN_CLASSES = (1, 8, 16, 32, MAX_TOKENS)
@@ -59,9 +59,7 @@ _MAX_STAGES = 12
 _ORDER_OF_ALL = (4, 1)
 """A summation order that every tile_m has candidates for, so that batch invariance is possible."""
 
-_SMALLEST = {
-    tile_m: FusedAGemmConfig(tile_m, 16, 64, 2, 2, 4, 1, 1, 1) for tile_m in (8, 16, 32, 64)
-}
+_SMALLEST = {tile_m: FusedAGemmConfig(tile_m, 16, 64, 2, 2, 4, 1, 1, 1) for tile_m in _SHAPES}
 """What fits any GPU, should nothing else."""
 
 
@@ -221,15 +219,9 @@ def config_of_key(key: str) -> FusedAGemmConfig:
     return FusedAGemmConfig(*(int(part) for part in key.split("/")))
 
 
-def key_of_config(config: FusedAGemmConfig) -> str:
-    """Return how a table writes a configuration."""
-    return "/".join(map(str, astuple(config)))
-
-
 @functools.cache
 def _shipped() -> dict[str, _Table]:
-    text = resources.files("k3cupy.ops").joinpath("tables/fused_a_gemm.json").read_text("utf-8")
-    gpus: dict[str, Any] = json.loads(text)["gpus"]
+    gpus: dict[str, Any] = json.loads(shipped_text("fused_a_gemm.json"))["gpus"]
     return {name: _Table(facts["entries"]) for name, facts in gpus.items()}
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from k3cupy.runtime.devices import DeviceInfo
-from k3cupy.runtime.instances import Instance
+from k3cupy.runtime.instances import Instance, template_flag
 
 SOURCE = "fused_a_gemm.cu"
 
@@ -149,19 +149,7 @@ class FusedAGemmConfig:
 
     def name_expression(self, variant: FusedAGemmVariant) -> str:
         """Return the C++ name of the instance."""
-        numbers = (
-            self.tile_m,
-            self.tile_n,
-            self.tile_k,
-            self.stages,
-            self.stages_x,
-            self.warps_k,
-            self.warps_n,
-            self.split_k,
-            self.copy_warps,
-        )
-        flags = (variant.packed, variant.aligned_x, variant.weight_is_static)
-        arguments = [*map(str, numbers), *("true" if flag else "false" for flag in flags)]
+        arguments = [*map(str, astuple(self)), *map(template_flag, astuple(variant))]
         return f"k3cupy::fused_a_gemm<{', '.join(arguments)}>"
 
     def instance(self, variant: FusedAGemmVariant) -> Instance:

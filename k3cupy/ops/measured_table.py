@@ -15,6 +15,11 @@ from k3cupy.runtime.devices import DeviceInfo
 Config = TypeVar("Config")
 
 
+def shipped_text(file: str) -> str:
+    """Return the JSON text of a table that the package ships under ``tables/``."""
+    return resources.files("k3cupy.ops").joinpath(f"tables/{file}").read_text("utf-8")
+
+
 @dataclass(frozen=True)
 class _Row(Generic[Config]):
     num_rows: int
@@ -37,8 +42,7 @@ class MeasuredTable(Generic[Config]):
     @classmethod
     def shipped(cls, file: str, make: Callable[..., Config]) -> MeasuredTable[Config]:
         """Return the table that the package ships under ``tables/``."""
-        place = resources.files("k3cupy.ops").joinpath(f"tables/{file}")
-        return cls(lambda: place.read_text("utf-8"), make)
+        return cls(lambda: shipped_text(file), make)
 
     def choose(self, kind: str, num_rows: int, device: DeviceInfo) -> tuple[Config, str] | None:
         """Return the configuration for a number of rows and the reason in words.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from k3cupy.constants import CHUNK_ELEMENTS, CTYPES, KV_LORA_RANK, LATENT_DIM
 from k3cupy.ops.measured_table import MeasuredTable
 from k3cupy.runtime.devices import DeviceInfo
-from k3cupy.runtime.instances import Instance
+from k3cupy.runtime.instances import Instance, template_flag
 
 SOURCE = "mla_decode.cu"
 
@@ -99,9 +99,9 @@ class MlaDecodeConfig:
         flags = [variant.rope, variant.kv_inputs_ready, variant.vector]
         arguments = [
             CTYPES[variant.dtype],
-            _flag(variant.query_fp8),
+            template_flag(variant.query_fp8),
             f"k3cupy::CacheFormat::{_CACHE_FORMATS[variant.cache]}",
-            *(_flag(flag) for flag in flags),
+            *(template_flag(flag) for flag in flags),
             *(str(n) for n in (self.split, self.block_size, self.chunks_per_thread)),
         ]
         return f"k3cupy::mla_decode_epilogue<{', '.join(arguments)}>"
@@ -117,10 +117,6 @@ class MlaDecodeConfig:
             f"split {self.split}, {self.block_size} threads, "
             f"{self.chunks_per_thread} chunk{plural} a thread"
         )
-
-
-def _flag(value: bool) -> str:
-    return "true" if value else "false"
 
 
 CANDIDATES = (

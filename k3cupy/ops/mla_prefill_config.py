@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from k3cupy.constants import CTYPES
 from k3cupy.ops.measured_table import MeasuredTable
 from k3cupy.runtime.devices import DeviceInfo
-from k3cupy.runtime.instances import Instance
+from k3cupy.runtime.instances import Instance, template_flag
 
 SOURCE = "mla_prefill.cu"
 
@@ -160,10 +160,14 @@ class MlaPrefillConfig:
         if variant.op in _CACHE_FORMATS:
             arguments.append(f"k3cupy::CacheFormat::{_CACHE_FORMATS[variant.op]}")
         if variant.op in INSERTS:
-            arguments.append(_flag(variant.rope))
+            arguments.append(template_flag(variant.rope))
         if variant.op == KV_CONCAT_QUANT:
-            arguments.append(_flag(variant.k_pe_fp8))
-        arguments += [_flag(variant.vector), str(self.tasks_per_block), str(self.heads_per_task)]
+            arguments.append(template_flag(variant.k_pe_fp8))
+        arguments += [
+            template_flag(variant.vector),
+            str(self.tasks_per_block),
+            str(self.heads_per_task),
+        ]
         return f"k3cupy::{_KERNELS[variant.op]}<{', '.join(arguments)}>"
 
     def instance(self, variant: MlaPrefillVariant) -> Instance:
@@ -174,10 +178,6 @@ class MlaPrefillConfig:
         """For people: ``8 tasks a block, 4 heads a task``."""
         plural = "" if self.heads_per_task == 1 else "s"
         return f"{self.tasks_per_block} tasks a block, {self.heads_per_task} head{plural} a task"
-
-
-def _flag(value: bool) -> str:
-    return "true" if value else "false"
 
 
 CANDIDATES = tuple(MlaPrefillConfig(tasks, heads) for tasks in (8, 16) for heads in (1, 2, 3, 4, 6))

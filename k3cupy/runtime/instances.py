@@ -33,6 +33,11 @@ class Instance:
     name_expression: str
 
 
+def template_flag(value: bool) -> str:
+    """Return a bool as an argument of a template."""
+    return "true" if value else "false"
+
+
 @dataclass(frozen=True)
 class LoadedKernel:
     """An instance on a GPU.
