@@ -206,30 +206,30 @@ __device__ __forceinline__ void insert_block(unsigned int tokens_per_block, cons
   }
 }
 
-// Arguments stand in the order of their first use, those of a key block first. Strides are bytes.
+// Arguments stand in the order of their first use, those of a cache block first: its chain of loads is
+// the longest, and each further 64 bytes of arguments cost it a miss. Strides are bytes.
 template <typename T, CacheFormat kCache, bool kRope, bool kVector, int kTasks, int kHeads>
 __global__ void __launch_bounds__(
     kKeyConcatThreads<kRope, kTasks>,
     kResidentBlocks<kKeyConcatThreads<kRope, kTasks>, kHeads, kVector>)
-    mla_key_concat(unsigned int cache_blocks, unsigned int num_tasks, unsigned int num_heads,
-                   unsigned int groups, unsigned int groups_magic, unsigned int groups_shift,
+    mla_key_concat(unsigned int cache_blocks, unsigned int tokens_per_block,
+                   unsigned int num_tokens, unsigned int slot_is_wide, const char* slot_mapping,
+                   long long slot_stride, const char* kv_c_normed, const char* k_pe,
+                   typename StrideOf<kVector>::Type kv_c_normed_stride,
+                   typename StrideOf<kVector>::Type k_pe_stride, unsigned int num_slots,
+                   unsigned int block_size, unsigned int block_size_magic,
+                   unsigned int block_size_shift,
+                   typename StrideOf<kVector>::Type cache_block_stride,
+                   typename StrideOf<kVector>::Type cache_token_stride, char* kv_cache,
                    //
-                   char* k_nope, char* k, typename StrideOf<kVector>::Type k_nope_token_stride,
-                   typename StrideOf<kVector>::Type k_nope_head_stride, const char* k_pe,
-                   typename StrideOf<kVector>::Type k_pe_stride,
+                   unsigned int num_tasks, unsigned int num_heads, unsigned int groups,
+                   unsigned int groups_magic, unsigned int groups_shift, char* k_nope, char* k,
+                   typename StrideOf<kVector>::Type k_nope_token_stride,
+                   typename StrideOf<kVector>::Type k_nope_head_stride,
                    typename StrideOf<kVector>::Type q_token_stride,
                    typename StrideOf<kVector>::Type q_head_stride, unsigned int position_is_wide,
                    char* q, const char* positions, const char* cos_sin_cache,
-                   long long position_stride, long long table_stride, long long max_position,
-                   //
-                   const char* kv_c_normed, const char* slot_mapping, char* kv_cache,
-                   typename StrideOf<kVector>::Type kv_c_normed_stride,
-                   typename StrideOf<kVector>::Type cache_block_stride,
-                   typename StrideOf<kVector>::Type cache_token_stride,
-                   unsigned int tokens_per_block, unsigned int num_tokens, unsigned int num_slots,
-                   unsigned int block_size, unsigned int block_size_magic,
-                   unsigned int block_size_shift, unsigned int slot_is_wide,
-                   long long slot_stride) {
+                   long long position_stride, long long table_stride, long long max_position) {
   static_assert(kCache != CacheFormat::kFp8, "mla_qkv_quant writes the fp8 cache");
   static_assert(kTasks % 8 == 0, "whole warps do one thing");
   constexpr unsigned int kNopeThreads = kTasks * kCopyNope;
@@ -264,30 +264,30 @@ __global__ void __launch_bounds__(
 template <typename T, bool kRope, bool kVector, int kTasks, int kHeads>
 __global__ void __launch_bounds__(kQkvQuantThreads<kTasks>,
                                   kResidentBlocks<kQkvQuantThreads<kTasks>, kHeads, kVector>)
-    mla_qkv_quant(unsigned int cache_blocks, unsigned int num_tasks, unsigned int num_heads,
-                  unsigned int groups, unsigned int groups_magic, unsigned int groups_shift,
+    mla_qkv_quant(unsigned int cache_blocks, unsigned int tokens_per_block, unsigned int num_tokens,
+                  unsigned int slot_is_wide, const char* slot_mapping, long long slot_stride,
+                  const char* kv_c_normed, const char* k_pe,
+                  typename StrideOf<kVector>::Type kv_c_normed_stride,
+                  typename StrideOf<kVector>::Type k_pe_stride, unsigned int num_slots,
+                  unsigned int block_size, unsigned int block_size_magic,
+                  unsigned int block_size_shift,
+                  typename StrideOf<kVector>::Type cache_block_stride,
+                  typename StrideOf<kVector>::Type cache_token_stride, char* kv_cache,
+                  const float* cache_scale_inv, float cache_scale_value,
                   //
-                  char* q, char* q8, char* k_nope, char* k8, char* v, char* v8,
+                  unsigned int num_tasks, unsigned int num_heads, unsigned int groups,
+                  unsigned int groups_magic, unsigned int groups_shift, char* q, char* q8,
+                  char* k_nope, char* k8, char* v, char* v8,
                   typename StrideOf<kVector>::Type q_token_stride,
                   typename StrideOf<kVector>::Type q_head_stride,
                   typename StrideOf<kVector>::Type k_nope_token_stride,
                   typename StrideOf<kVector>::Type k_nope_head_stride,
                   typename StrideOf<kVector>::Type v_token_stride,
-                  typename StrideOf<kVector>::Type v_head_stride, const char* k_pe,
-                  typename StrideOf<kVector>::Type k_pe_stride, float q_scale_value,
+                  typename StrideOf<kVector>::Type v_head_stride, float q_scale_value,
                   const float* q_scale_inv, const float* k_scale_inv, const float* v_scale_inv,
                   float k_scale_value, float v_scale_value, const char* positions,
                   const char* cos_sin_cache, long long position_stride, long long table_stride,
-                  long long max_position, unsigned int position_is_wide,
-                  //
-                  float cache_scale_value, const float* cache_scale_inv, const char* kv_c_normed,
-                  const char* slot_mapping, char* kv_cache,
-                  typename StrideOf<kVector>::Type kv_c_normed_stride,
-                  typename StrideOf<kVector>::Type cache_block_stride,
-                  typename StrideOf<kVector>::Type cache_token_stride,
-                  unsigned int tokens_per_block, unsigned int num_tokens, unsigned int num_slots,
-                  unsigned int block_size, unsigned int block_size_magic,
-                  unsigned int block_size_shift, unsigned int slot_is_wide, long long slot_stride) {
+                  long long max_position, unsigned int position_is_wide) {
   static_assert(kTasks % 8 == 0, "whole warps do one thing");
   constexpr unsigned int kNopeThreads = kTasks * kQuantNope;
   constexpr unsigned int kRopeThreads = kTasks * kQuantRope;

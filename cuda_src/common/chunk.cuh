@@ -151,6 +151,20 @@ __device__ __forceinline__ void widen<__half>(const Chunk& chunk, float (&value)
   }
 }
 
+// The value in the lower half of a word.
+template <typename T>
+__device__ __forceinline__ float widen_one(unsigned int word);
+
+template <>
+__device__ __forceinline__ float widen_one<__nv_bfloat16>(unsigned int word) {
+  return __uint_as_float(word << 16);
+}
+
+template <>
+__device__ __forceinline__ float widen_one<__half>(unsigned int word) {
+  return __half2float(__ushort_as_half(static_cast<unsigned short>(word)));
+}
+
 // Narrowing rounds to nearest even, two values an instruction. The packed word never becomes a C++
 // half: NVRTC 12.9 and 13.0 turn "low byte of the bits of a half" into a conversion to an integer.
 __device__ __forceinline__ unsigned int narrow_pair(float low, float high, __nv_bfloat16) {

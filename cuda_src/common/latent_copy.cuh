@@ -31,11 +31,18 @@ __device__ __forceinline__ void load_row(Chunk (&chunk)[kChunksPerThread], const
   }
 }
 
-// Turns the RoPE part, narrows, stores. All chunks of a thread go to one row.
+// Turns the RoPE part, narrows, stores. All chunks of a thread go to one row. A ds_mla row is one
+// warp's, and all its lanes call this together.
 template <typename T, CacheFormat kFormat, bool kRope, bool kVector, int kChunksPerThread>
 __device__ __forceinline__ void store_row(const Chunk (&chunk)[kChunksPerThread],
                                           const RowChunks& map, char* target, bool write,
                                           float scale_inv, const float* table_row) {
+  [[maybe_unused]] unsigned int amax = 0;
+  if constexpr (kFormat == CacheFormat::kDsMla) {
+    static_assert(kChunksPerThread == kWarpChunks && kNopeChunks == 64, "two tile chunks a lane");
+    amax = largest_of_tiles<T>(chunk[0], chunk[1]);
+  }
+  if (!write) return;
 #pragma unroll
   for (int i = 0; i < kChunksPerThread; ++i) {
     const int c = map.first + i * map.step;
@@ -45,22 +52,20 @@ __device__ __forceinline__ void store_row(const Chunk (&chunk)[kChunksPerThread]
     if (rotated || kFormat != CacheFormat::kSame) widen<T>(chunk[i], value);
     if (rotated) rotate(value, load_angles<kVector>(table_row, c - kNopeChunks));
     if constexpr (kFormat == CacheFormat::kFp8) {
-      if (write) store_codes<kVector>(target + c * kChunkElements, to_e4m3(value, scale_inv));
+      store_codes<kVector>(target + c * kChunkElements, to_e4m3(value, scale_inv));
+    } else if (kFormat == CacheFormat::kDsMla && i < 2) {
+      store_tile_chunk<kVector>(target, c, widen_one<T>(i == 0 ? amax : amax >> 16), value);
     } else {
-      if (kFormat == CacheFormat::kDsMla && c < kNopeChunks) {
-        store_tile_chunk<kVector>(target, c, value, write);
-      } else if (write) {
-        const Chunk result = rotated ? narrow<T>(value) : chunk[i];
-        if constexpr (kFormat == CacheFormat::kDsMla) {
-          char* place = target + kDsMlaRopeOffset + (c - kNopeChunks) * kChunkBytes;
-          if constexpr (kVector) {
-            store_chunk<true>(place, result);
-          } else {
-            store_chunk_bytes(place, result);
-          }
+      const Chunk result = rotated ? narrow<T>(value) : chunk[i];
+      if constexpr (kFormat == CacheFormat::kDsMla) {
+        char* place = target + kDsMlaRopeOffset + (c - kNopeChunks) * kChunkBytes;
+        if constexpr (kVector) {
+          store_chunk<true>(place, result);
         } else {
-          store_chunk<kVector>(target + c * kChunkBytes, result);
+          store_chunk_bytes(place, result);
         }
+      } else {
+        store_chunk<kVector>(target + c * kChunkBytes, result);
       }
     }
   }

@@ -46,20 +46,45 @@ struct TileScale {
   }
 };
 
-// Writes one chunk of a tile and, from the tile's first lane, its scale. All 16 lanes of the tile
-// must call this together. NaN has no part in the maximum, but its own element stays NaN.
-template <bool kVector>
-__device__ __forceinline__ void store_tile_chunk(char* row, int chunk,
-                                                 const float (&value)[kChunkElements], bool write) {
-  float amax = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kChunkElements; ++i) amax = fmaxf(amax, fabsf(value[i]));
-  const unsigned int tile_mask = 0xffffu << (threadIdx.x & kTileLanes);
+// Magnitudes of two 16-bit values, and the larger ones of two such pairs. NaN has no part in it.
+__device__ __forceinline__ unsigned int magnitudes(unsigned int pair) {
+  return pair & 0x7fff7fffu;
+}
+
+__device__ __forceinline__ unsigned int max_pair(unsigned int a, unsigned int b, __nv_bfloat16) {
+  unsigned int largest;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(largest) : "r"(a), "r"(b));
+  return largest;
+}
+
+__device__ __forceinline__ unsigned int max_pair(unsigned int a, unsigned int b, __half) {
+  unsigned int largest;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(largest) : "r"(a), "r"(b));
+  return largest;
+}
+
+// The largest magnitudes in two tiles, `low` in the lower half of the result, of which this lane has
+// a chunk each; half a warp has a tile. All lanes of the warp call it together.
+template <typename T>
+__device__ __forceinline__ unsigned int largest_of_tiles(const Chunk& low, const Chunk& high) {
+  const auto of_chunk = [](const Chunk& chunk) {
+    return max_pair(max_pair(magnitudes(chunk.word[0]), magnitudes(chunk.word[1]), T{}),
+                    max_pair(magnitudes(chunk.word[2]), magnitudes(chunk.word[3]), T{}), T{});
+  };
+  const unsigned int a = of_chunk(low);
+  const unsigned int b = of_chunk(high);
+  unsigned int largest = max_pair(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632), T{});
 #pragma unroll
   for (int step = kTileLanes / 2; step > 0; step /= 2) {
-    amax = fmaxf(amax, __shfl_xor_sync(tile_mask, amax, step));
+    largest = max_pair(largest, __shfl_xor_sync(0xffffffffu, largest, step), T{});
   }
-  if (!write) return;
+  return max_pair(largest, 0u, T{});  // a tile of nothing but NaN counts as zeros
+}
+
+// Writes one chunk of a tile whose largest magnitude is known, and from its first lane its scale.
+template <bool kVector>
+__device__ __forceinline__ void store_tile_chunk(char* row, int chunk, float amax,
+                                                 const float (&value)[kChunkElements]) {
   const TileScale tile(amax);
   store_codes<kVector>(row + chunk * kChunkElements, to_e4m3(value, tile.inverse));
   if (chunk % kTileLanes == 0) {

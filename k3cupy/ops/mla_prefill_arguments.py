@@ -24,35 +24,37 @@ _Q_STRIDES = ("q_token_stride", "q_head_stride")
 _V_STRIDES = ("v_token_stride", "v_head_stride")
 _TABLE = ("positions", "cos_sin_cache", "position_stride", "table_stride", "max_position")
 _CACHE = (
-    "kv_c_normed",
-    "slot_mapping",
-    "kv_cache",
-    "kv_c_normed_stride",
-    "cache_block_stride",
-    "cache_token_stride",
+    "cache_blocks",
     "tokens_per_block",
     "num_tokens",
+    "slot_is_wide",
+    "slot_mapping",
+    "slot_stride",
+    "kv_c_normed",
+    "k_pe",
+    "kv_c_normed_stride",
+    "k_pe_stride",
     "num_slots",
     "block_size",
     "block_size_magic",
     "block_size_shift",
-    "slot_is_wide",
-    "slot_stride",
+    "cache_block_stride",
+    "cache_token_stride",
+    "kv_cache",
 )
 _KEY_CONCAT = (
-    "cache_blocks",
-    *_TASKS,
-    *("k_nope", "k", *_NOPE_STRIDES, "k_pe", "k_pe_stride", *_Q_STRIDES, "position_is_wide", "q"),
-    *_TABLE,
     *_CACHE,
+    *_TASKS,
+    *("k_nope", "k", *_NOPE_STRIDES, *_Q_STRIDES, "position_is_wide", "q"),
+    *_TABLE,
 )
 _QKV_QUANT = (
-    "cache_blocks",
+    *_CACHE,
+    *("cache_scale_inv", "cache_scale_value"),
     *_TASKS,
     *("q", "q8", "k_nope", "k8", "v", "v8", *_Q_STRIDES, *_NOPE_STRIDES, *_V_STRIDES),
-    *("k_pe", "k_pe_stride", "q_scale_value", "q_scale_inv", "k_scale_inv", "v_scale_inv"),
+    *("q_scale_value", "q_scale_inv", "k_scale_inv", "v_scale_inv"),
     *("k_scale_value", "v_scale_value", *_TABLE, "position_is_wide"),
-    *("cache_scale_value", "cache_scale_inv", *_CACHE),
 )
 _KV_CONCAT = (*_TASKS, "k_nope", "k", *_NOPE_STRIDES, "k_pe", "k_pe_stride")
 _KV_CONCAT_QUANT = (
