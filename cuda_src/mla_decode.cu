@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kThreads,
     wait_for_predecessor(nope_row, rope_row);
     if (map.row >= num_query_rows) return;
     Chunk chunk[kChunksPerThread];
-    load_row<kVector>(chunk, map, nope_row, rope_row);
+    load_row<kQuery, kVector>(chunk, map, nope_row, rope_row);
     const float scale_inv = kQueryFp8 ? CastScale{q_scale_inv, q_scale_value}.load() : 1.0f;
     const bool turns = kRope && (kSplit != 0 || map.first >= kNopeChunks);
     const float* table_row = turns ? table.row_of(token) : nullptr;

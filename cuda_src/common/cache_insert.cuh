@@ -45,7 +45,7 @@ __device__ __forceinline__ void insert_row(unsigned int token, const char* nope_
                                            const RopeTable& table) {
   const RowChunks map = {token, static_cast<int>(threadIdx.x % 32), 32};
   Chunk chunk[kWarpChunks];
-  load_row<kVector>(chunk, map, nope_row, rope_row);
+  load_row<kFormat, kVector>(chunk, map, nope_row, rope_row);
   const Index own(slots.base + token * slots.stride, slots.is_wide);
   const unsigned int next = token + 1 + threadIdx.x % 32;
   const LaterSlots later(next, slots.base, slots.stride, slots.num_tokens);
@@ -94,8 +94,8 @@ __device__ __forceinline__ void insert_rows(
       const unsigned int mine = i + r * kWarps;
       write[r] = mine < count && writers.writes(mine, first);
       if (!write[r]) continue;
-      load_row<kVector>(chunk[r], map, nope + offset_of(first + mine, nope_stride),
-                        rope + offset_of(first + mine, rope_stride));
+      load_row<kFormat, kVector>(chunk[r], map, nope + offset_of(first + mine, nope_stride),
+                                 rope + offset_of(first + mine, rope_stride));
     }
 #pragma unroll
     for (unsigned int r = 0; r < kRowsInFlight; ++r) {

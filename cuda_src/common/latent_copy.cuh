@@ -17,12 +17,22 @@ struct RowChunks {
   int step;
 };
 
-template <bool kVector, int kChunksPerThread>
+// A thread's i-th chunk. In a ds_mla row, one warp's, a lane has two neighbours of the tiled part.
+template <CacheFormat kFormat>
+__device__ __forceinline__ int chunk_of(const RowChunks& map, int i) {
+  if constexpr (kFormat == CacheFormat::kDsMla) {
+    return i < 2 ? 2 * map.first + i : kNopeChunks + map.first;
+  } else {
+    return map.first + i * map.step;
+  }
+}
+
+template <CacheFormat kFormat, bool kVector, int kChunksPerThread>
 __device__ __forceinline__ void load_row(Chunk (&chunk)[kChunksPerThread], const RowChunks& map,
                                          const char* nope_row, const char* rope_row) {
 #pragma unroll
   for (int i = 0; i < kChunksPerThread; ++i) {
-    const int c = map.first + i * map.step;
+    const int c = chunk_of<kFormat>(map, i);
     if (c < kRowChunks) {
       chunk[i] = load_chunk_streaming<kVector>(c < kNopeChunks
                                                    ? nope_row + c * kChunkBytes
@@ -31,33 +41,32 @@ __device__ __forceinline__ void load_row(Chunk (&chunk)[kChunksPerThread], const
   }
 }
 
-// Turns the RoPE part, narrows, stores. All chunks of a thread go to one row. A ds_mla row is one
-// warp's, and all its lanes call this together.
+// Turns the RoPE part, narrows, stores. All chunks of a thread go to one row.
 template <typename T, CacheFormat kFormat, bool kRope, bool kVector, int kChunksPerThread>
 __device__ __forceinline__ void store_row(const Chunk (&chunk)[kChunksPerThread],
                                           const RowChunks& map, char* target, bool write,
                                           float scale_inv, const float* table_row) {
-  [[maybe_unused]] unsigned int amax = 0;
-  if constexpr (kFormat == CacheFormat::kDsMla) {
-    static_assert(kChunksPerThread == kWarpChunks && kNopeChunks == 64, "two tile chunks a lane");
-    amax = largest_of_tiles<T>(chunk[0], chunk[1]);
+  constexpr bool kIsTiled = kFormat == CacheFormat::kDsMla;
+  if constexpr (kIsTiled) {
+    static_assert(kChunksPerThread == kWarpChunks, "a row is one warp's");
+    const Chunk tiled[2] = {chunk[0], chunk[1]};
+    const float amax = largest_of_tile<T>(tiled);
+    if (write) store_tile_chunks<T, kVector>(target, map.first, amax, tiled);
   }
   if (!write) return;
 #pragma unroll
-  for (int i = 0; i < kChunksPerThread; ++i) {
-    const int c = map.first + i * map.step;
+  for (int i = kIsTiled ? 2 : 0; i < kChunksPerThread; ++i) {
+    const int c = chunk_of<kFormat>(map, i);
     if (c >= kRowChunks) continue;
     const bool rotated = kRope && c >= kNopeChunks;
     float value[kChunkElements];
-    if (rotated || kFormat != CacheFormat::kSame) widen<T>(chunk[i], value);
+    if (rotated || kFormat == CacheFormat::kFp8) widen<T>(chunk[i], value);
     if (rotated) rotate(value, load_angles<kVector>(table_row, c - kNopeChunks));
     if constexpr (kFormat == CacheFormat::kFp8) {
       store_codes<kVector>(target + c * kChunkElements, to_e4m3(value, scale_inv));
-    } else if (kFormat == CacheFormat::kDsMla && i < 2) {
-      store_tile_chunk<kVector>(target, c, widen_one<T>(i == 0 ? amax : amax >> 16), value);
     } else {
       const Chunk result = rotated ? narrow<T>(value) : chunk[i];
-      if constexpr (kFormat == CacheFormat::kDsMla) {
+      if constexpr (kIsTiled) {
         char* place = target + kDsMlaRopeOffset + (c - kNopeChunks) * kChunkBytes;
         if constexpr (kVector) {
           store_chunk<true>(place, result);

@@ -21,10 +21,10 @@ static_assert(kRowChunks == 72, "a latent row is 72 chunks");
 enum class CacheFormat { kSame, kFp8, kDsMla };
 
 constexpr int kTileElements = 128;
-constexpr int kTileLanes = kTileElements / kChunkElements;
+constexpr int kTileLanes = kTileElements / (2 * kChunkElements);
 constexpr int kTileScaleOffset = kLoraRank;
 constexpr int kDsMlaRopeOffset = kTileScaleOffset + 4 * (kLoraRank / kTileElements);
-static_assert(kTileLanes == 16, "a tile is one aligned half of a warp");
+static_assert(4 * kTileLanes == 32, "a warp has a row's four tiles, two chunks a lane");
 static_assert(kDsMlaRopeOffset == 528, "the RoPE part starts at byte 528");
 
 // A tile's scale is 2^ceil(log2(max(amax / 448, 1e-4))), read off the exponent bits, which is exact
@@ -63,32 +63,47 @@ __device__ __forceinline__ unsigned int max_pair(unsigned int a, unsigned int b,
   return largest;
 }
 
-// The largest magnitudes in two tiles, `low` in the lower half of the result, of which this lane has
-// a chunk each; half a warp has a tile. All lanes of the warp call it together.
+// The largest magnitude in a tile, of which each of kTileLanes neighbouring lanes has two chunks. All
+// lanes of the warp call it together. A tile of nothing but NaN counts as zeros.
 template <typename T>
-__device__ __forceinline__ unsigned int largest_of_tiles(const Chunk& low, const Chunk& high) {
-  const auto of_chunk = [](const Chunk& chunk) {
-    return max_pair(max_pair(magnitudes(chunk.word[0]), magnitudes(chunk.word[1]), T{}),
-                    max_pair(magnitudes(chunk.word[2]), magnitudes(chunk.word[3]), T{}), T{});
-  };
-  const unsigned int a = of_chunk(low);
-  const unsigned int b = of_chunk(high);
-  unsigned int largest = max_pair(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632), T{});
+__device__ __forceinline__ float largest_of_tile(const Chunk (&chunk)[2]) {
+  unsigned int pair[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    pair[i] =
+        max_pair(max_pair(magnitudes(chunk[i].word[0]), magnitudes(chunk[i].word[1]), T{}),
+                 max_pair(magnitudes(chunk[i].word[2]), magnitudes(chunk[i].word[3]), T{}), T{});
+  }
+  unsigned int largest = max_pair(pair[0], pair[1], T{});
 #pragma unroll
   for (int step = kTileLanes / 2; step > 0; step /= 2) {
     largest = max_pair(largest, __shfl_xor_sync(0xffffffffu, largest, step), T{});
   }
-  return max_pair(largest, 0u, T{});  // a tile of nothing but NaN counts as zeros
+  largest = max_pair(largest, largest >> 16, T{});
+  return widen_one<T>(max_pair(largest, 0u, T{}));
 }
 
-// Writes one chunk of a tile whose largest magnitude is known, and from its first lane its scale.
-template <bool kVector>
-__device__ __forceinline__ void store_tile_chunk(char* row, int chunk, float amax,
-                                                 const float (&value)[kChunkElements]) {
+// Writes a lane's two chunks of a tile and, from the tile's first lane, the tile's scale.
+template <typename T, bool kVector>
+__device__ __forceinline__ void store_tile_chunks(char* row, int lane, float amax,
+                                                  const Chunk (&chunk)[2]) {
   const TileScale tile(amax);
-  store_codes<kVector>(row + chunk * kChunkElements, to_e4m3(value, tile.inverse));
-  if (chunk % kTileLanes == 0) {
-    store_float<kVector>(row + kTileScaleOffset + 4 * (chunk / kTileLanes), tile.scale);
+  uint2 codes[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float value[kChunkElements];
+    widen<T>(chunk[i], value);
+    codes[i] = to_e4m3(value, tile.inverse);
+  }
+  char* place = row + lane * 2 * kChunkElements;
+  if constexpr (kVector) {
+    *reinterpret_cast<uint4*>(place) = make_uint4(codes[0].x, codes[0].y, codes[1].x, codes[1].y);
+  } else {
+    store_codes<false>(place, codes[0]);
+    store_codes<false>(place + kChunkElements, codes[1]);
+  }
+  if (lane % kTileLanes == 0) {
+    store_float<kVector>(row + kTileScaleOffset + 4 * (lane / kTileLanes), tile.scale);
   }
 }
 

@@ -6,7 +6,7 @@
 namespace k3cupy {
 
 // Returns once every kernel this one depends on has finished and its writes are visible. Naming the
-// addresses of the first loads lets the compiler compute them before the wait, not after it.
+// addresses of the first loads keeps the compiler from computing them again behind the wait.
 __device__ __forceinline__ void wait_for_predecessor(const void* address0, const void* address1) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::"l"(address0), "l"(address1) : "memory");
