@@ -16,6 +16,7 @@ from k3cupy.bench import forms, report
 from k3cupy.cli import main
 from k3cupy.ops import fused_a_gemm_choice, gemm_tables
 from k3cupy.ops.fused_a_gemm_config import FusedAGemmConfig
+from k3cupy.ops.gemm_entry import config_of
 from k3cupy.ops.mla_decode_config import CANDIDATES, MlaDecodeConfig, MlaDecodeVariant
 from k3cupy.ops.mla_prefill_config import CANDIDATES as PREFILL_CANDIDATES
 from k3cupy.ops.mla_prefill_config import (

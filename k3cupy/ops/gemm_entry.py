@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from k3cupy.ops.fused_a_gemm_config import MAX_TOKENS
+from k3cupy.ops.fused_a_gemm_config import MAX_TOKENS, FusedAGemmConfig
+from k3cupy.ops.skinny_gemm_config import SkinnyGemmConfig
 
-BACKENDS = {
-    "fused_a": ("k3cupy.ops.fused_a_gemm_config", "FusedAGemmConfig"),
-    "skinny": ("k3cupy.ops.skinny_gemm_config", "SkinnyGemmConfig"),
+BACKENDS: Mapping[str, Callable[..., Any]] = {
+    "fused_a": FusedAGemmConfig,
+    "skinny": SkinnyGemmConfig,
 }
-"""Kernels that tables name -> where the class of their configurations is."""
+"""Kernels that tables name -> the class of their configurations."""
 
 Times = Mapping[Any, float]
 """Configuration -> microseconds a launch."""
@@ -122,23 +121,16 @@ def config_of(backend: str, key: str) -> Any:
     Raises:
         ValueError: there is no such backend, or it has no such configuration.
     """
+    if backend not in BACKENDS:
+        raise ValueError(f"there is no backend {backend!r}")
     try:
-        config = _class_of(backend)(*(int(p) if p.isdigit() else p for p in key.split("/")))
+        config = BACKENDS[backend](*(int(part) for part in key.split("/")))
         valid = config.is_valid()
-    except (AttributeError, ImportError, TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ValueError(f"{backend} has no configuration {key!r}") from error
     if not valid:
         raise ValueError(f"{backend} cannot run the configuration {key!r}")
     return config
-
-
-@functools.cache
-def _class_of(backend: str) -> Callable[..., Any]:
-    if backend not in BACKENDS:
-        raise ValueError(f"there is no backend {backend!r}")
-    module, name = BACKENDS[backend]
-    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return found
 
 
 def entry_of(fields: Any, source: str, *, measured: bool = True) -> GemmEntry:
