@@ -313,7 +313,7 @@ def decide(
             reason = str(error)
             warnings.warn(f"low-latency linear: no kernel of ours can run: {error}", stacklevel=5)
     if reason is not None or device is None:
-        lost = plans.NOT_INVARIANT if batch_invariant and num_tokens else ""
+        lost = plans.NOT_INVARIANT if batch_invariant and x.size else ""
         return LinearDecision(LINEAR, None, f"{reason}{lost}", "rule", n, k, num_tokens)
     return plans.plan(
         n,
