@@ -101,7 +101,10 @@ def planned_instances(
                 backend = backends.get(plan.backend)
                 found |= dict.fromkeys(
                     backend.instances(
-                        plan.config, weight_is_static=weight_is_static, has_residual=residual
+                        plan.config,
+                        count,
+                        weight_is_static=weight_is_static,
+                        has_residual=residual,
                     )
                 )
     return tuple(found)
