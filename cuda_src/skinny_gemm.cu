@@ -30,8 +30,8 @@
 namespace k3cupy {
 
 template <typename T, int kNumRows, int kBlockSize, int kOutputs, int kUnroll, int kVectorWidth,
-          bool kAlignedX, bool kHasResidual, bool kWeightIsStatic>
-__global__ void __launch_bounds__(kBlockSize)
+          int kBlocksPerSm, bool kAlignedX, bool kHasResidual, bool kWeightIsStatic>
+__global__ void __launch_bounds__(kBlockSize, kBlocksPerSm)
     skinny_gemm(const T* weight, unsigned int n, unsigned int k, const T* x, long long x_row_stride,
                 const T* residual, long long residual_row_stride, T* out,
                 long long out_row_stride) {
