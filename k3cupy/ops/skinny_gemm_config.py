@@ -28,7 +28,7 @@ _REGISTERS_OF_LANE = 512
 
 _MAX_REGISTERS = 248
 _REGISTER_STEP = 8
-_REGISTERS_BESIDE_VALUES = 16
+_REGISTERS_BESIDE_VALUES = 14
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class SkinnyGemmConfig:
         words = self.vector_width // 2
         values = self.k_unroll * words * (self.outputs_per_block + self.num_rows)
         sums = self.num_rows * self.outputs_per_block
-        addresses = 2 * (self.outputs_per_block + self.num_rows)
+        addresses = 3 * self.outputs_per_block + 2 * self.num_rows
         needed = values + sums + addresses + _REGISTERS_BESIDE_VALUES
         return -(-needed // _REGISTER_STEP) * _REGISTER_STEP
 
