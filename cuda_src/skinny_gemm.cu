@@ -138,11 +138,12 @@ __global__ void __launch_bounds__(kBlockSize, kBlocksPerSm)
   __shared__ float sums[kWarps][kSums];
   const unsigned int lane = threadIdx.x % kLanes;
   unsigned int first = 0;
-  sum_over_warp<kSums>(sum, lane, first);
+  unsigned int end = kSums;
+  sum_over_warp<kSums>(sum, lane, first, end);
   if (lane % WarpSums<kSums>::kCopies == 0) {
 #pragma unroll
     for (int i = 0; i < WarpSums<kSums>::kPerLane; ++i) {
-      if (first + i < kSums) sums[threadIdx.x / kLanes][first + i] = sum[i];
+      if (first + i < end) sums[threadIdx.x / kLanes][first + i] = sum[i];
     }
   }
   __syncthreads();
