@@ -495,8 +495,8 @@ def test_warm_up_of_what_the_framework_runs_is_nothing(monkeypatch: pytest.Monke
         ({"shapes": [(0, 16)]}, "shapes: expected pairs"),
         ({"shapes": [16]}, "shapes: expected pairs"),
         ({"shapes": [(16, 16, 16)]}, "shapes: expected pairs"),
-        ({"tokens": [0]}, "tokens: expected integers above 0, got 0"),
-        ({"tokens": [1.5]}, "tokens: expected integers above 0"),
+        ({"tokens": [0]}, "tokens: expected numbers from 1 to 2147483647, got 0"),
+        ({"tokens": [1.5]}, "tokens: expected numbers from 1"),
         ({"device": 7}, "device: expected a GPU ordinal below 1, got 7"),
         ({"residual": 1}, "residual: expected True or False"),
         ({"weight_is_static": None}, "weight_is_static: expected True or False"),
@@ -552,6 +552,6 @@ def test_every_backend_plans_with_the_same_values(gpu: DispatchDevice) -> None:
         assert out.shape == (4, N)
         names = {
             instance.name_expression
-            for instance in backend.instances(config, 4, weight_is_static=False, has_residual=False)
+            for instance in backend.instances(config, weight_is_static=False, has_residual=False)
         }
         assert gpu.loaded[-1] in names
