@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 from fake_device import H200, FakeDevice
 
+import k3cupy
 from k3cupy.dispatch import linear
 from k3cupy.dispatch.decision import LinearDecision
 from k3cupy.dispatch.linear import decide
+from k3cupy.dispatch.report import ReportRow
 from k3cupy.ops.plan_cache import PlanCache
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.dlpack import packed_strides
@@ -60,3 +62,9 @@ class DispatchDevice(FakeDevice):
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(monkeypatch)
         monkeypatch.setattr(linear, "_routes", PlanCache())
+
+
+def only_row() -> ReportRow:
+    """The one line of the report."""
+    (row,) = k3cupy.dispatch_report()
+    return row
