@@ -157,6 +157,7 @@ def select_backend(
         ValueError: a number is negative, or there is no such device.
 
     Example:
+        >>> import k3cupy
         >>> from k3cupy.runtime.devices import DeviceInfo
         >>> h200 = DeviceInfo(0, "NVIDIA H200", (9, 0), 132, 232_448)
         >>> k3cupy.select_backend(300, 2112, 7168, device=h200) is None
