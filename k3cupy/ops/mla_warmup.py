@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from k3cupy.constants import CTYPES
 from k3cupy.ops import checks
 from k3cupy.ops.warmup_options import WarmupOptions, dtypes_of, several
 
@@ -21,4 +20,4 @@ def caches_and_dtypes(options: WarmupOptions) -> tuple[Sequence[str], Sequence[s
     for name in caches:
         if name not in _CACHES:
             checks.reject("kv_cache", " or ".join(map(repr, _CACHES)), repr(name))
-    return [_CACHES[name] for name in caches], dtypes_of(options, CTYPES.__contains__)
+    return [_CACHES[name] for name in caches], dtypes_of(options)

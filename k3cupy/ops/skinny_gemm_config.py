@@ -49,10 +49,6 @@ class SkinnyGemmVariant:
     has_residual: bool = False
     weight_is_static: bool = False
 
-    def is_valid(self) -> bool:
-        """Return whether the kernel exists for this type."""
-        return self.dtype in CTYPES
-
 
 @dataclass(frozen=True)
 class SkinnyGemmConfig:
@@ -71,11 +67,6 @@ class SkinnyGemmConfig:
     outputs_per_block: int
     k_unroll: int
     vector_width: int
-
-    @property
-    def key(self) -> str:
-        """As tables write it: ``1/224/2/4/8``."""
-        return "/".join(map(str, astuple(self)))
 
     @property
     def order(self) -> tuple[int, int]:

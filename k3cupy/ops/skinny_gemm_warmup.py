@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from k3cupy.constants import CTYPES
 from k3cupy.ops import gemm_warmup
 from k3cupy.ops.skinny_gemm_choice import choose
 from k3cupy.ops.skinny_gemm_config import K_MULTIPLE, MAX_TOKENS, SkinnyGemmVariant
@@ -33,7 +32,7 @@ def wanted(op: str, options: WarmupOptions) -> Wanted:
     variants = [
         SkinnyGemmVariant(dtype, wide, adds, static)
         for dtype, wide, adds, static in itertools.product(
-            dtypes_of(options, CTYPES.__contains__),
+            dtypes_of(options),
             several(options.vector),
             several(options.residual),
             several(options.weight_is_static),

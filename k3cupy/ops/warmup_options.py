@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from k3cupy.constants import CTYPES
 from k3cupy.ops import checks
 from k3cupy.runtime.instances import Instance
 
@@ -56,14 +57,14 @@ def several(value: Any) -> Sequence[Any]:
     return [value] if isinstance(value, str | bool | int) else list(value)
 
 
-def dtypes_of(options: WarmupOptions, is_valid: Callable[[str], bool]) -> Sequence[str]:
+def dtypes_of(options: WarmupOptions) -> Sequence[str]:
     """Return the types of the inputs.
 
     Raises:
-        ValueError: the kernels do not exist for one of them.
+        ValueError: there are no kernels for one of them.
     """
     names: Sequence[str] = several(options.dtype)
     for name in names:
-        if not is_valid(name):
-            checks.reject("dtype", "'bfloat16' or 'float16'", repr(name))
+        if name not in CTYPES:
+            checks.reject("dtype", " or ".join(map(repr, CTYPES)), repr(name))
     return names
