@@ -15,7 +15,7 @@ from k3cupy.runtime.devices import DeviceInfo
 TOKEN_CLASSES = (1, 8, 16, 32, MAX_TOKENS)
 """Numbers of tokens that tables list; a call takes the next one from its own upwards."""
 
-_SHAPES = {
+_SHAPES: dict[int, tuple[tuple[int, ...], ...]] = {
     8: (
         (16, 512, 8, 1, 4),
         (16, 512, 4, 1, 4),
@@ -41,6 +41,10 @@ _SHAPES = {
         (64, 256, 4, 2, 2),
         (64, 256, 2, 2, 2),
         (64, 128, 4, 2, 2),
+        (80, 128, 4, 1, 2),
+        (160, 64, 2, 5, 2),
+        (64, 128, 1, 4, 2, 64),
+        (128, 64, 1, 8, 2, 64),
     ),
     64: (
         (32, 256, 4, 1, 4),
@@ -49,14 +53,24 @@ _SHAPES = {
         (64, 256, 2, 2, 2),
         (64, 128, 4, 2, 2),
         (64, 128, 2, 2, 2),
+        (64, 128, 4, 1, 2),
+        (80, 128, 4, 1, 2),
         (96, 128, 2, 3, 2),
+        (128, 64, 2, 4, 2),
+        (160, 64, 2, 5, 2),
+        (64, 128, 1, 4, 2, 64),
+        (64, 128, 2, 4, 2, 64),
+        (128, 64, 1, 4, 2, 64),
+        (128, 64, 1, 8, 2, 64),
+        (192, 64, 1, 4, 2, 64),
     ),
 }
-"""By tile_m: (tile_n, tile_k, warps_k, warps_n, copy_warps) that were fast somewhere."""
+"""By tile_m: (tile_n, tile_k, warps_k, warps_n, copy_warps) and, where it is not a warp's, the
+mma_rows, that are worth a look: fast somewhere, or one even wave for some N."""
 
 _SPLITS = (1, 2, 4)
 _MAX_STAGES = 12
-_ORDER_OF_ALL = (4, 1)
+_ORDER_OF_ALL = (4, 1, 16)
 """A summation order that every tile_m has candidates for, so that batch invariance is possible."""
 
 _SMALLEST = {tile_m: FusedAGemmConfig(tile_m, 16, 64, 2, 2, 4, 1, 1, 1) for tile_m in _SHAPES}
@@ -83,7 +97,7 @@ def candidates(n: int, k: int, num_tokens: int, device: DeviceInfo) -> tuple[Fus
     """
     tile_m = tile_m_of(num_tokens)
     found = []
-    for tile_n, tile_k, warps_k, warps_n, copy_warps in _SHAPES[tile_m]:
+    for tile_n, tile_k, warps_k, warps_n, copy_warps, *mma_rows in _SHAPES[tile_m]:
         while tile_k > max(k, 64):
             tile_k //= 2
         for split_k in _SPLITS:
@@ -93,7 +107,7 @@ def candidates(n: int, k: int, num_tokens: int, device: DeviceInfo) -> tuple[Fus
             resident = -(-blocks // device.num_sms)
             for blocks_per_sm in (resident, resident + 1) if resident <= 3 else (2, 3, 4):
                 draft = FusedAGemmConfig(
-                    tile_m, tile_n, tile_k, 2, 2, warps_k, warps_n, split_k, copy_warps
+                    tile_m, tile_n, tile_k, 2, 2, warps_k, warps_n, split_k, copy_warps, *mma_rows
                 )
                 config = _deepened(draft, k, device, blocks_per_sm)
                 if config is not None and config not in found:
@@ -203,10 +217,10 @@ class _Table:
         if not common:
             return None
 
-        def fastest(order: tuple[int, int], times: Times) -> FusedAGemmConfig:
+        def fastest(order: tuple[int, ...], times: Times) -> FusedAGemmConfig:
             return min((c for c in times if c.order == order), key=lambda c: times[c])
 
-        def worst_loss(order: tuple[int, int]) -> float:
+        def worst_loss(order: tuple[int, ...]) -> float:
             return max(
                 times[fastest(order, times)] / min(times.values()) for times in classes.values()
             )
@@ -263,7 +277,8 @@ def choose(
             kind = ", one summation order for all M" if batch_invariant else ""
             lead = table.lead_of_linear(n, k, tokens, config)
             return config, f"measured on {device.name} for {n} x {k}, M = {tokens}{kind}{lead}"
-    possible = candidates(n, k, num_tokens, device)
+    # Products of a warpgroup are not in the cost model: only a measurement names them.
+    possible = tuple(c for c in candidates(n, k, num_tokens, device) if not c.needs_warpgroups)
     if batch_invariant:
         possible = tuple(c for c in possible if c.order == _ORDER_OF_ALL)
         possible = possible or (_SMALLEST[tile_m_of(num_tokens)],)
