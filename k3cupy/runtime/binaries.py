@@ -43,8 +43,8 @@ def binary(
         OSError: the cache directory cannot be used.
     """
     if os.environ.get("CUPY_CACHE_IN_MEMORY") == "1":
-        with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}-") as folder:
-            yield _compiled(Path(folder), "memory", file, name_expression, arch)
+        with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}-") as temporary:
+            yield _compiled(Path(temporary), "memory", file, name_expression, arch)
         return
     facts = (source.digest, file, name_expression, arch, nvrtc, toolchain.include_directory())
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
