@@ -281,7 +281,7 @@ def choose(
     possible = tuple(c for c in candidates(n, k, num_tokens, device) if not c.needs_warpgroups)
     if batch_invariant:
         possible = tuple(c for c in possible if c.order == _ORDER_OF_ALL)
-        possible = possible or (_SMALLEST[tile_m_of(num_tokens)],)
+    possible = possible or (_SMALLEST[tile_m_of(num_tokens)],)
     config = min(possible, key=lambda c: estimate_us(c, n, k, device))
     missing = f"{n} x {k} is not in the table of {device.name}"
     if table is None:

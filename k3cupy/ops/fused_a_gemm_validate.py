@@ -163,6 +163,12 @@ def check_config(
             f"{config.shared_bytes} bytes",
             "Take fewer stages or a smaller tile",
         )
+    if config.needs_warpgroups and not replace(config, split_k=1).is_valid(device):
+        checks.reject(
+            "config",
+            f"mma_rows of 16 on {device.arch}, for products of a warpgroup exist on sm_90 alone",
+            str(config.mma_rows),
+        )
     if not config.is_valid(device):
         checks.reject(
             "config",
