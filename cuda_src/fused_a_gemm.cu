@@ -15,12 +15,14 @@
 //     while this kernel works; they wait for our end before they read what we write. Not earlier: a
 //     dependent to which only its own predecessor was vouched for would overtake ours.
 //   - Tokens are the narrow side of the tensor-core product (8), weight rows the wide one (16), so
-//     that few tokens waste little.
+//     that few tokens waste little. With many tokens the math warps would be the limit, each of which
+//     reads all tokens again for its rows. Then, on sm_90a, the product is that of a warpgroup
+//     (kMmaRows = 64): it reads shared memory itself, and runs on while the next stage is awaited.
 //
 // The sum of an element is taken in one fixed order: math warp kWarpsK-th by kWarpsK-th step of 16,
-// then over the warps, then over the blocks of the cluster. It does not depend on the number of
-// tokens, nor on tile_m, tile_n, tile_k or the depth of the rings. The residual comes last, in fp32,
-// before the only rounding.
+// then over the warps, then over the blocks of the cluster. It depends on kWarpsK, kSplitK and
+// kMmaRows, but not on the number of tokens, nor on tile_m, tile_n, tile_k or the depth of the rings.
+// The residual comes last, in fp32, before the only rounding.
 
 #include <cuda_bf16.h>
 
