@@ -11,7 +11,7 @@ from k3cupy.ops.gemm_entry import Times
 from k3cupy.ops.gemm_tables import TOKEN_CLASSES, GemmTable
 from k3cupy.runtime.devices import DeviceInfo
 
-_SHAPES = {
+_SHAPES: dict[int, tuple[tuple[int, ...], ...]] = {
     8: (
         (16, 512, 8, 1, 4),
         (16, 512, 4, 1, 4),
@@ -37,6 +37,10 @@ _SHAPES = {
         (64, 256, 4, 2, 2),
         (64, 256, 2, 2, 2),
         (64, 128, 4, 2, 2),
+        (80, 128, 4, 1, 2),
+        (160, 64, 2, 5, 2),
+        (64, 128, 1, 4, 2, 64),
+        (128, 64, 1, 8, 2, 64),
     ),
     64: (
         (32, 256, 4, 1, 4),
@@ -45,14 +49,24 @@ _SHAPES = {
         (64, 256, 2, 2, 2),
         (64, 128, 4, 2, 2),
         (64, 128, 2, 2, 2),
+        (64, 128, 4, 1, 2),
+        (80, 128, 4, 1, 2),
         (96, 128, 2, 3, 2),
+        (128, 64, 2, 4, 2),
+        (160, 64, 2, 5, 2),
+        (64, 128, 1, 4, 2, 64),
+        (64, 128, 2, 4, 2, 64),
+        (128, 64, 1, 4, 2, 64),
+        (128, 64, 1, 8, 2, 64),
+        (192, 64, 1, 4, 2, 64),
     ),
 }
-"""By tile_m: (tile_n, tile_k, warps_k, warps_n, copy_warps) that were fast somewhere."""
+"""By tile_m: (tile_n, tile_k, warps_k, warps_n, copy_warps) and, where it is not a warp's, the
+mma_rows, that are worth a look: fast somewhere, or one even wave for some N."""
 
 _SPLITS = (1, 2, 4)
 _MAX_STAGES = 12
-_ORDER_OF_ALL = (4, 1)
+_ORDER_OF_ALL = (4, 1, 16)
 """A summation order that every tile_m has candidates for, so that batch invariance is possible."""
 
 _SMALLEST = {tile_m: FusedAGemmConfig(tile_m, 16, 64, 2, 2, 4, 1, 1, 1) for tile_m in _SHAPES}
@@ -79,7 +93,7 @@ def candidates(n: int, k: int, num_tokens: int, device: DeviceInfo) -> tuple[Fus
     """
     tile_m = tile_m_of(num_tokens)
     found = []
-    for tile_n, tile_k, warps_k, warps_n, copy_warps in _SHAPES[tile_m]:
+    for tile_n, tile_k, warps_k, warps_n, copy_warps, *mma_rows in _SHAPES[tile_m]:
         while tile_k > max(k, 64):
             tile_k //= 2
         for split_k in _SPLITS:
@@ -89,7 +103,7 @@ def candidates(n: int, k: int, num_tokens: int, device: DeviceInfo) -> tuple[Fus
             resident = -(-blocks // device.num_sms)
             for blocks_per_sm in (resident, resident + 1) if resident <= 3 else (2, 3, 4):
                 draft = FusedAGemmConfig(
-                    tile_m, tile_n, tile_k, 2, 2, warps_k, warps_n, split_k, copy_warps
+                    tile_m, tile_n, tile_k, 2, 2, warps_k, warps_n, split_k, copy_warps, *mma_rows
                 )
                 config = _deepened(draft, k, device, blocks_per_sm)
                 if config is not None and config not in found:
@@ -247,10 +261,11 @@ def _choose(
         if entry is not None and config is not None:
             where = f"measured on {device.name} for {n} x {k}, M = {entry.tokens}"
             return config, where + gemm_tables.lead_of_linear(entry, times[config])
-    possible = candidates(n, k, num_tokens, device)
+    # Products of a warpgroup are not in the cost model: only a measurement names them.
+    possible = tuple(c for c in candidates(n, k, num_tokens, device) if not c.needs_warpgroups)
     if batch_invariant:
         possible = tuple(c for c in possible if c.order == _ORDER_OF_ALL)
-        possible = possible or (_SMALLEST[tile_m_of(num_tokens)],)
+    possible = possible or (_SMALLEST[tile_m_of(num_tokens)],)
     config = min(possible, key=lambda c: estimate_us(c, n, k, device))
     return config, (
         f"{gemm_tables.why_unknown(n, k, device)}: the best of {len(possible)} candidates by the "

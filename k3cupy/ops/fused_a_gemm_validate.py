@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from k3cupy.ops import checks
@@ -111,6 +111,12 @@ def check_config(
             f"{device.name} has",
             f"{config.shared_bytes} bytes",
             "Take fewer stages or a smaller tile",
+        )
+    if config.needs_warpgroups and not replace(config, split_k=1).is_valid(device):
+        checks.reject(
+            "config",
+            f"mma_rows of 16 on {device.arch}, for products of a warpgroup exist on sm_90 alone",
+            str(config.mma_rows),
         )
     if not config.is_valid(device):
         checks.reject(
