@@ -56,7 +56,8 @@ def try_low_latency_gemm(
     Raises:
         TypeError: an argument is no tensor, or a flag no bool.
         CaptureError: the kernel is not loaded and the stream is capturing a graph.
-        CompileError: the kernel cannot be built here; the text says why.
+        CompileError: the compiler refused the kernel; the text says why.
+        ToolchainError: an edited copy of the sources was named, and is not there.
 
     Example:
         >>> import torch, k3cupy
@@ -97,7 +98,8 @@ def low_latency_linear(
     Raises:
         TypeError: an argument is no tensor, or a flag no bool.
         CaptureError: the kernel is not loaded and the stream is capturing a graph.
-        CompileError: the kernel cannot be built here; the text says why.
+        CompileError: the compiler refused the kernel; the text says why.
+        ToolchainError: an edited copy of the sources was named, and is not there.
         Exception: what the framework's linear raises for shapes and types that it does not take.
 
     Example:
@@ -238,7 +240,8 @@ def _make_route(
     try:
         plan = _make_plan(decision, values, batch_invariant, weight_is_static, stream)
     except (ToolchainError, TypeError, ValueError) as error:
-        refused = replace(decision, backend=LINEAR, config=None, source="rule", reason=str(error))
+        reason = f"{error}{plans.NOT_INVARIANT if batch_invariant else ''}"
+        refused = replace(decision, backend=LINEAR, config=None, source="rule", reason=reason)
         warnings.warn(f"low-latency linear: {decision.backend} cannot run: {error}", stacklevel=4)
         return _Route(None, counter_of(refused))
     return _Route(plan, counter_of(decision))
