@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import k3cupy
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -53,3 +55,11 @@ def needs_memory(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.skip(f"needs {request.param} GiB of GPU memory")
     yield
     torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def fresh_counts() -> Iterator[None]:
+    """The counts of low-latency linear begin at zero, and end so."""
+    k3cupy.reset_dispatch_report()
+    yield
+    k3cupy.reset_dispatch_report()

@@ -69,6 +69,7 @@ def test_what_is_added_is_read(path: Path) -> None:
         assert replace(again, date="", sources="") == entry
     assert found[N, K, 16, False].chosen is None
     assert list(path.parent.glob("*.tmp")) == []
+    assert path.stat().st_mode & 0o777 == 0o644
 
 
 def test_the_newer_entry_of_a_product_counts(path: Path) -> None:

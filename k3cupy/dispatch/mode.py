@@ -26,6 +26,7 @@ def set_batch_invariant(enabled: bool) -> None:
         TypeError: not a bool.
 
     Example:
+        >>> import k3cupy
         >>> k3cupy.set_batch_invariant(True)
         >>> k3cupy.is_batch_invariant()
         True
@@ -40,6 +41,7 @@ def is_batch_invariant() -> bool:
     """Return whether a call that says nothing of its own is batch invariant here and now.
 
     Example:
+        >>> import k3cupy
         >>> k3cupy.is_batch_invariant()
         False
     """
@@ -62,6 +64,7 @@ def batch_invariant_mode(enabled: bool = True) -> Iterator[None]:
         TypeError: not a bool.
 
     Example:
+        >>> import k3cupy
         >>> with k3cupy.batch_invariant_mode():
         ...     k3cupy.is_batch_invariant()
         True

@@ -134,6 +134,7 @@ def reset_dispatch_report() -> None:
     """Set every count to zero.
 
     Example:
+        >>> import k3cupy
         >>> k3cupy.reset_dispatch_report()
         >>> len(k3cupy.dispatch_report())
         0

@@ -175,6 +175,7 @@ def _parsed(path: Path, text: str, gpu: str) -> tuple[GemmEntry, ...]:
 def _replace(path: Path, text: str) -> None:
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}.", suffix=".tmp")
     try:
+        os.fchmod(handle, 0o644)  # a service may read what its owner measured
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
         os.replace(name, path)
