@@ -24,7 +24,7 @@ def fused_a_gemm_reference(
     are trusted: the operation validates before it comes here.
 
     Args:
-        x: [M, K], ``ml_dtypes.bfloat16``, any row stride.
+        x: [M, K], ``ml_dtypes.bfloat16`` or float16, any row stride.
         weight: [N, K], same type.
         out: [M, N], same type, any row stride. Written.
         residual: [M, N], same type, any row stride. May be ``out`` itself.
