@@ -1,4 +1,5 @@
-// The fused-A GEMM: out[m, n] = sum over k of x[m, k] * weight[n, k], for few tokens m.
+// The fused-A GEMM: out[m, n] = sum over k of x[m, k] * weight[n, k], for few tokens m, and on demand
+// plus residual[m, n].
 //
 // With at most 64 tokens every weight is used a handful of times, so the time is that of reading the
 // weight once, at the speed of memory. Everything serves that stream:
@@ -14,11 +15,14 @@
 //     while this kernel works; they wait for our end before they read what we write. Not earlier: a
 //     dependent to which only its own predecessor was vouched for would overtake ours.
 //   - Tokens are the narrow side of the tensor-core product (8), weight rows the wide one (16), so
-//     that few tokens waste little.
+//     that few tokens waste little. With many tokens the math warps would be the limit, each of which
+//     reads all tokens again for its rows. Then, on sm_90a, the product is that of a warpgroup
+//     (kMmaRows = 64): it reads shared memory itself, and runs on while the next stage is awaited.
 //
 // The sum of an element is taken in one fixed order: math warp kWarpsK-th by kWarpsK-th step of 16,
-// then over the warps, then over the blocks of the cluster. It does not depend on the number of
-// tokens, nor on tile_m, tile_n, tile_k or the depth of the rings.
+// then over the warps, then over the blocks of the cluster. It depends on kWarpsK, kSplitK and
+// kMmaRows, but not on the number of tokens, nor on tile_m, tile_n, tile_k or the depth of the rings.
+// The residual comes last, in fp32, before the only rounding.
 
 #include <cuda_bf16.h>
 
@@ -29,22 +33,26 @@
 
 namespace k3cupy {
 
-constexpr int kMmaRows = 16;
+constexpr int kWarpRows = 16;
 constexpr int kMmaTokens = 8;
 constexpr int kMmaK = 16;
 constexpr int kBarrierBytes = 8;
+constexpr int kWarpgroupPanel = 64;  // columns that a row of 128 bytes has
 
 // Shared memory: barriers, then the rings, over which the warps' partial sums are laid once the rings
 // are done with, then what the other blocks of the cluster send. The host computes the same sizes.
-template <int kTileM, int kTileN, int kTileK, int kStages, int kStagesX, int kWarpsK, int kSplitK>
+template <int kTileM, int kTileN, int kTileK, int kStages, int kStagesX, int kWarpsK, int kSplitK,
+          int kMmaRows>
 struct SharedLayout {
+  static constexpr int kRingAlignment = kMmaRows == kWarpRows ? 128 : 1024;
   static constexpr int kRowBytes = 2 * kTileK;
   static constexpr int kWeightStage = kTileN * kRowBytes;
   static constexpr int kXStage = kTileM * kRowBytes;
   static constexpr int kSumPitch = kTileN + 4;  // the four tokens of a store then hit other banks
   static constexpr int kWarpSums = kTileM * kSumPitch;
   static constexpr int kBarriers = 2 * kBarrierBytes * (kStages + kStagesX);
-  static constexpr int kWeightRing = (kBarriers + 127) / 128 * 128;
+  static constexpr int kWeightRing =
+      (kBarriers + kRingAlignment - 1) / kRingAlignment * kRingAlignment;
   static constexpr int kXRing = kWeightRing + kStages * kWeightStage;
   static constexpr int kRingsEnd = kXRing + kStagesX * kXStage;
   static constexpr int kSums = kWeightRing;
@@ -53,25 +61,36 @@ struct SharedLayout {
 };
 
 template <int kTileM, int kTileN, int kTileK, int kStages, int kStagesX, int kWarpsK, int kWarpsN,
-          int kSplitK, int kCopyWarps, bool kPacked, bool kAlignedX, bool kWeightIsStatic>
+          int kSplitK, int kCopyWarps, int kMmaRows, bool kPacked, bool kAlignedX,
+          bool kWeightIsStatic, bool kHasResidual>
 __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
     fused_a_gemm(const __nv_bfloat16* weight, unsigned int n, unsigned int k,
                  const __nv_bfloat16* x, unsigned int num_tokens, long long x_row_stride,
-                 __nv_bfloat16* out, long long out_row_stride) {
-  using Layout = SharedLayout<kTileM, kTileN, kTileK, kStages, kStagesX, kWarpsK, kSplitK>;
+                 __nv_bfloat16* out, long long out_row_stride, const __nv_bfloat16* residual,
+                 long long residual_row_stride) {
+  using Layout =
+      SharedLayout<kTileM, kTileN, kTileK, kStages, kStagesX, kWarpsK, kSplitK, kMmaRows>;
+  constexpr int kTeam = kMmaRows / kWarpRows;  // warps that issue a product together
+  constexpr int kPanel = kTeam == 1 ? kTileK : kWarpgroupPanel;
+  constexpr bool kZeroed = kTeam > 1;  // products of a warpgroup take whole stages
   constexpr int kMathWarps = kWarpsK * kWarpsN;
   constexpr int kThreads = 32 * (kMathWarps + 2 * kCopyWarps);
   constexpr int kCopyThreads = 32 * kCopyWarps;
-  constexpr int kRowTiles = kTileN / kMmaRows / kWarpsN;
+  constexpr int kRowTiles = kTileN / kWarpRows / kWarpsN;
   constexpr int kTokenTiles = kTileM / kMmaTokens;
   constexpr int kSteps = kTileK / kMmaK / kWarpsK;
-  static_assert(kRowTiles * kMmaRows * kWarpsN == kTileN, "warps share the rows evenly");
+  static_assert(kTeam == 1 || kTeam == 4, "a product is a warp's or a warpgroup's");
+  static_assert(kTeam == 1 || kHasWarpgroups, "products of a warpgroup need sm_90a");
+  static_assert(kTeam == 1 || kTileM == 32 || kTileM == 64, "tokens of a warpgroup's product");
+  static_assert(kTileK % kPanel == 0, "panels share a stage evenly");
+  static_assert(kWarpsN % kTeam == 0, "teams share the rows");
+  static_assert(kRowTiles * kWarpRows * kWarpsN == kTileN, "warps share the rows evenly");
   static_assert(kSteps * kMmaK * kWarpsK == kTileK, "warps share a stage evenly");
   static_assert(kTokenTiles == 1 || kTokenTiles % 2 == 0, "tokens are loaded in pairs of tiles");
   static_assert(kTileN % kSplitK == 0, "blocks of a cluster share the output rows evenly");
   static_assert(kTileK >= 64, "a row has the eight chunks of the swizzle");
 
-  extern __shared__ __align__(128) char shared[];
+  extern __shared__ __align__(1024) char shared[];
   const unsigned int base = shared_address(shared);
   const unsigned int weight_full = base;
   const unsigned int weight_empty = weight_full + kBarrierBytes * kStages;
@@ -115,62 +134,103 @@ __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
     float sum[kRowTiles][kTokenTiles][4] = {};
     const int warp_k = warp / kWarpsN;
     const int warp_n = warp % kWarpsN;
-    const unsigned int weight_row = (warp_n * kRowTiles * kMmaRows + lane % 16) * Layout::kRowBytes;
-    const unsigned int weight_chunk = lane / 16;
-    const unsigned int x_row =
-        (kTokenTiles == 1 ? lane % 8 : lane % 8 + lane / 16 * 8) * Layout::kRowBytes;
-    const unsigned int x_chunk = lane / 8 % 2;
-    const unsigned int turn = lane % kSwizzleRows;
-
     RingPosition at_weight;
     RingPosition at_x;
-    for (unsigned int i = 0; i < stages; ++i) {
-      const unsigned int weight_stage = weight_ring + at_weight.stage * Layout::kWeightStage;
-      const unsigned int x_stage = x_ring + at_x.stage * Layout::kXStage;
-      wait_barrier(weight_full + kBarrierBytes * at_weight.stage, at_weight.parity);
-      wait_barrier(x_full + kBarrierBytes * at_x.stage, at_x.parity);
-      const auto multiply_step = [&](unsigned int step) {
-        const unsigned int chunk = step * (kMmaK * 2 / kCopyBytes);
-        unsigned int tokens[kTokenTiles][2];
-        if constexpr (kTokenTiles == 1) {
-          load_matrices(tokens[0], x_stage + x_row + swizzled(chunk + x_chunk, turn));
+    if constexpr (kTeam == 1) {
+      const unsigned int weight_row =
+          (warp_n * kRowTiles * kWarpRows + lane % 16) * Layout::kRowBytes;
+      const unsigned int weight_chunk = lane / 16;
+      const unsigned int x_row =
+          (kTokenTiles == 1 ? lane % 8 : lane % 8 + lane / 16 * 8) * Layout::kRowBytes;
+      const unsigned int x_chunk = lane / 8 % 2;
+      const unsigned int turn = lane % kSwizzleRows;
+
+      for (unsigned int i = 0; i < stages; ++i) {
+        const unsigned int weight_stage = weight_ring + at_weight.stage * Layout::kWeightStage;
+        const unsigned int x_stage = x_ring + at_x.stage * Layout::kXStage;
+        wait_barrier(weight_full + kBarrierBytes * at_weight.stage, at_weight.parity);
+        wait_barrier(x_full + kBarrierBytes * at_x.stage, at_x.parity);
+        const auto multiply_step = [&](unsigned int step) {
+          const unsigned int chunk = step * (kMmaK * 2 / kCopyBytes);
+          unsigned int tokens[kTokenTiles][2];
+          if constexpr (kTokenTiles == 1) {
+            load_matrices(tokens[0], x_stage + x_row + swizzled(chunk + x_chunk, turn));
+          } else {
+#pragma unroll
+            for (int j = 0; j < kTokenTiles; j += 2) {
+              unsigned int pair[4];
+              load_matrices(pair, x_stage + x_row + j * kMmaTokens * Layout::kRowBytes +
+                                      swizzled(chunk + x_chunk, turn));
+              tokens[j][0] = pair[0];
+              tokens[j][1] = pair[1];
+              tokens[j + 1][0] = pair[2];
+              tokens[j + 1][1] = pair[3];
+            }
+          }
+#pragma unroll
+          for (int r = 0; r < kRowTiles; ++r) {
+            unsigned int weights[4];
+            load_matrices(weights, weight_stage + weight_row + r * kWarpRows * Layout::kRowBytes +
+                                       swizzled(chunk + weight_chunk, turn));
+#pragma unroll
+            for (int j = 0; j < kTokenTiles; ++j) {
+              multiply_add(sum[r][j], weights, tokens[j][0], tokens[j][1]);
+            }
+          }
+        };
+        const unsigned int steps = stage_bytes(i) / (2 * kMmaK);
+        if (steps == kTileK / kMmaK) {
+#pragma unroll
+          for (int j = 0; j < kSteps; ++j) multiply_step(j * kWarpsK + warp_k);
         } else {
+          for (unsigned int step = warp_k; step < steps; step += kWarpsK) multiply_step(step);
+        }
+        __syncwarp();
+        if (lane == 0) {
+          arrive(weight_empty + kBarrierBytes * at_weight.stage);
+          arrive(x_empty + kBarrierBytes * at_x.stage);
+        }
+        at_weight.advance<kStages>();
+        at_x.advance<kStagesX>();
+      }
+    } else {
+      constexpr unsigned int kPanelRow = 2 * kPanel;
+      constexpr unsigned int kPanelSteps = kPanel / kMmaK;
+      const unsigned int team_row = warp_n / kTeam * kRowTiles * kMmaRows;
+
+      for (unsigned int i = 0; i < stages; ++i) {
+        wait_barrier(weight_full + kBarrierBytes * at_weight.stage, at_weight.parity);
+        wait_barrier(x_full + kBarrierBytes * at_x.stage, at_x.parity);
+        const auto weights =
+            operand_at(weight_ring + at_weight.stage * Layout::kWeightStage + team_row * kPanelRow);
+        const auto tokens = operand_at(x_ring + at_x.stage * Layout::kXStage);
+        show_to_products();
+        begin_products();
 #pragma unroll
-          for (int j = 0; j < kTokenTiles; j += 2) {
-            unsigned int pair[4];
-            load_matrices(pair, x_stage + x_row + j * kMmaTokens * Layout::kRowBytes +
-                                    swizzled(chunk + x_chunk, turn));
-            tokens[j][0] = pair[0];
-            tokens[j][1] = pair[1];
-            tokens[j + 1][0] = pair[2];
-            tokens[j + 1][1] = pair[3];
+        for (int j = 0; j < kSteps; ++j) {
+          const unsigned int step = j * kWarpsK + warp_k;
+          const unsigned int panel = step / kPanelSteps;
+          const unsigned int column = step % kPanelSteps * (2 * kMmaK);
+#pragma unroll
+          for (int r = 0; r < kRowTiles; ++r) {
+            multiply_add(
+                sum[r],
+                weights + ((panel * kTileN + r * kMmaRows) * kPanelRow + column) / kOperandUnit,
+                tokens + (panel * kTileM * kPanelRow + column) / kOperandUnit);
           }
         }
-#pragma unroll
-        for (int r = 0; r < kRowTiles; ++r) {
-          unsigned int weights[4];
-          load_matrices(weights, weight_stage + weight_row + r * kMmaRows * Layout::kRowBytes +
-                                     swizzled(chunk + weight_chunk, turn));
-#pragma unroll
-          for (int j = 0; j < kTokenTiles; ++j) {
-            multiply_add(sum[r][j], weights, tokens[j][0], tokens[j][1]);
-          }
+        commit_products();
+        wait_for_products<1>();  // those of the stage before; this stage's may still run
+        if (i > 0 && lane == 0) {
+          arrive(weight_empty + kBarrierBytes * before<kStages>(at_weight.stage));
+          arrive(x_empty + kBarrierBytes * before<kStagesX>(at_x.stage));
         }
-      };
-      const unsigned int steps = stage_bytes(i) / (2 * kMmaK);
-      if (steps == kTileK / kMmaK) {
+        at_weight.advance<kStages>();
+        at_x.advance<kStagesX>();
+      }
+      wait_for_products<0>();
 #pragma unroll
-        for (int j = 0; j < kSteps; ++j) multiply_step(j * kWarpsK + warp_k);
-      } else {
-        for (unsigned int step = warp_k; step < steps; step += kWarpsK) multiply_step(step);
-      }
-      __syncwarp();
-      if (lane == 0) {
-        arrive(weight_empty + kBarrierBytes * at_weight.stage);
-        arrive(x_empty + kBarrierBytes * at_x.stage);
-      }
-      at_weight.advance<kStages>();
-      at_x.advance<kStagesX>();
+      for (int r = 0; r < kRowTiles; ++r) keep_in_order(sum[r]);
     }
     sync_threads<32 * kMathWarps>();  // all have read the last stage: the rings are done with
     float* own = sums + warp_k * Layout::kWarpSums;
@@ -178,7 +238,8 @@ __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
     for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
       for (int j = 0; j < kTokenTiles; ++j) {
-        const int row = (warp_n * kRowTiles + r) * kMmaRows + lane / 4;
+        const int row =
+            (warp_n / kTeam * kRowTiles + r) * kMmaRows + warp_n % kTeam * kWarpRows + lane / 4;
         const int token = j * kMmaTokens + lane % 4 * 2;
         own[token * Layout::kSumPitch + row] = sum[r][j][0];
         own[(token + 1) * Layout::kSumPitch + row] = sum[r][j][1];
@@ -195,9 +256,9 @@ __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
     for (unsigned int i = 0; i < stages; ++i) {
       // The first round finds every stage empty: a fresh barrier's previous phase counts as over.
       wait_barrier(weight_empty + kBarrierBytes * at.stage, at.parity ^ 1);
-      copy_rows_async<kTileN, kTileK, kCopyThreads>(weight_ring + at.stage * Layout::kWeightStage,
-                                                    source + 2LL * i * kTileK, 2LL * k, rows,
-                                                    stage_bytes(i), thread);
+      copy_rows_async<kTileN, kTileK, kPanel, kZeroed, kCopyThreads>(
+          weight_ring + at.stage * Layout::kWeightStage, source + 2LL * i * kTileK, 2LL * k, rows,
+          stage_bytes(i), thread);
       arrive_after_copies(weight_full + kBarrierBytes * at.stage);
       at.advance<kStages>();
     }
@@ -212,23 +273,54 @@ __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
       const unsigned int target = x_ring + at.stage * Layout::kXStage;
       const __nv_bfloat16* source = x + k_begin + i * kTileK;
       if constexpr (kAlignedX) {
-        copy_rows_async<kTileM, kTileK, kCopyThreads>(target, reinterpret_cast<const char*>(source),
-                                                      2 * row_stride, num_tokens, stage_bytes(i),
-                                                      thread);
+        copy_rows_async<kTileM, kTileK, kPanel, kZeroed, kCopyThreads>(
+            target, reinterpret_cast<const char*>(source), 2 * row_stride, num_tokens,
+            stage_bytes(i), thread);
         arrive_after_copies(x_full + kBarrierBytes * at.stage);
       } else {
         const unsigned int values = stage_bytes(i) / 2;
+        const unsigned int end = kZeroed ? kTileK : values;
         for (unsigned int row = 0; row < num_tokens; ++row) {
 #pragma unroll 1
-          for (unsigned int c = thread; c < values; c += kCopyThreads) {
-            store_shared(target + row * Layout::kRowBytes + swizzled(c / 8, row) + 2 * (c % 8),
-                         __bfloat16_as_ushort(source[row * row_stride + c]));
+          for (unsigned int c = thread; c < end; c += kCopyThreads) {
+            const bool inside = !kZeroed || c < values;
+            store_shared(chunk_place<kTileM, kTileK, kPanel>(target, row, c / 8) + 2 * (c % 8),
+                         inside ? __bfloat16_as_ushort(source[row * row_stride + c]) : 0);
           }
         }
         arrive(x_full + kBarrierBytes * at.stage);
       }
       at.advance<kStagesX>();
     }
+  }
+
+  // This thread's share of what the block stores, which is kOwned rows of every token. The thread
+  // that stores an element also fetches what is added to it, so that the residual may be `out`
+  // itself; and it does so here, while others still multiply.
+  constexpr unsigned int kOwned = kTileN / kSplitK;
+  constexpr unsigned int kShare = (kTileM * kOwned + kThreads - 1) / kThreads;
+  float addends[kHasResidual ? kShare : 1];
+  const auto for_share = [&](const auto& visit) {
+    if constexpr (kHasResidual) {
+#pragma unroll
+      for (unsigned int j = 0; j < kShare; ++j) {
+        const unsigned int i = threadIdx.x + j * kThreads;
+        if (i < num_tokens * kOwned) visit(i / kOwned, i % kOwned, addends[j]);
+      }
+    } else {
+      for (unsigned int i = threadIdx.x; i < num_tokens * kOwned; i += kThreads) {
+        visit(i / kOwned, i % kOwned, addends[0]);
+      }
+    }
+  };
+  if constexpr (kHasResidual) {
+    wait_for_predecessor(residual, out);  // over already, except for warps that copy the weight
+    for_share([&](unsigned int token, unsigned int i, float& addend) {
+      const unsigned int row = rank * kOwned + i;
+      if (row < rows) {
+        addend = __bfloat162float(residual[token * residual_row_stride + first_row + row]);
+      }
+    });
   }
 
   __syncthreads();
@@ -240,16 +332,18 @@ __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
     }
     return total;
   };
-  const auto store = [&](unsigned int token, unsigned int row, float total) {
-    if (row < rows) out[token * out_row_stride + first_row + row] = __float2bfloat16(total);
+  const auto store = [&](unsigned int token, unsigned int row, float total, float addend) {
+    if (row < rows) {
+      if constexpr (kHasResidual) total += addend;
+      out[token * out_row_stride + first_row + row] = __float2bfloat16(total);
+    }
   };
   if constexpr (kSplitK == 1) {
-    for (unsigned int i = threadIdx.x; i < num_tokens * kTileN; i += kThreads) {
-      store(i / kTileN, i % kTileN, sum_of_warps(i / kTileN, i % kTileN));
-    }
+    for_share([&](unsigned int token, unsigned int row, float addend) {
+      store(token, row, sum_of_warps(token, row), addend);
+    });
   } else {
-    // Block `rank` of the cluster finishes rows rank * kOwned and following; all send it their sums.
-    constexpr unsigned int kOwned = kTileN / kSplitK;
+    // Block `rank` of the cluster finishes its kOwned rows; all send it their sums.
     float* inbox = reinterpret_cast<float*>(shared + Layout::kInbox);
     cluster_wait();  // every block of the cluster has begun, so its shared memory may be written
     for (unsigned int i = threadIdx.x; i < num_tokens * kTileN; i += kThreads) {
@@ -260,15 +354,14 @@ __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
     }
     cluster_arrive();
     cluster_wait();
-    for (unsigned int i = threadIdx.x; i < num_tokens * kOwned; i += kThreads) {
-      const unsigned int token = i / kOwned;
+    for_share([&](unsigned int token, unsigned int i, float addend) {
       float total = 0.0f;
 #pragma unroll
       for (unsigned int r = 0; r < kSplitK; ++r) {
-        total += inbox[(r * kTileM + token) * kOwned + i % kOwned];
+        total += inbox[(r * kTileM + token) * kOwned + i];
       }
-      store(token, rank * kOwned + i % kOwned, total);
-    }
+      store(token, rank * kOwned + i, total, addend);
+    });
   }
 }
 

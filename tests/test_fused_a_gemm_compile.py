@@ -37,11 +37,17 @@ compiled that moves on every day. What the table of an sm_90 GPU names is always
 PARTS = {arch: 3 if arch == "sm_90" else 1 for arch in ARCHITECTURES}
 SHARED_MEMORY = {"sm_80": 166_912, "sm_86": 101_376, "sm_89": 101_376, "sm_120": 101_376}
 VARIANTS = [
-    FusedAGemmVariant(packed, aligned, static)
-    for packed, aligned, static in itertools.product((True, False), repeat=3)
+    FusedAGemmVariant(packed, aligned, static, residual)
+    for packed, aligned, static, residual in itertools.product((True, False), repeat=4)
     if aligned or not packed
 ]
 CONFIG = FusedAGemmConfig(16, 32, 128, 4, 2, 4, 1, 1, 2)
+WARPGROUPS = [
+    FusedAGemmConfig(64, 64, 128, 7, 7, 1, 4, 1, 2, 64),
+    FusedAGemmConfig(64, 64, 256, 3, 2, 2, 4, 2, 4, 64),
+    FusedAGemmConfig(32, 128, 64, 9, 9, 1, 8, 1, 2, 64),
+    FusedAGemmConfig(64, 192, 64, 7, 7, 1, 4, 1, 2, 64),
+]
 REGISTERS = 65_536
 
 
@@ -58,7 +64,7 @@ class Reached:
 
 
 def capability(arch: str) -> tuple[int, int]:
-    number = int(arch.removeprefix("sm_"))
+    number = int(arch.removeprefix("sm_").removesuffix("a"))
     return number // 10, number % 10
 
 
@@ -83,17 +89,22 @@ def wanted_today(arch: str, part: int) -> list[Reached]:
     return list(dict.fromkeys((*always[part::parts], *everything[today::days][part::parts])))
 
 
-def code_problems(program: list[Instruction], variant: FusedAGemmVariant, arch: str) -> list[str]:
+def code_problems(
+    program: list[Instruction],
+    variant: FusedAGemmVariant,
+    arch: str,
+    product: str = "HMMA",
+) -> list[str]:
     """What is wrong with a kernel's instructions."""
     problems = [f"local memory: {i}" for i in program if i.is_local]
     bases = {i.base for i in program}
     copies = [i.opcode for i in program if i.base == "LDGSTS"]
     if not copies or not all(".128" in opcode for opcode in copies):
         problems.append(f"the weight does not come by asynchronous 128-bit copies: {copies}")
-    if "HMMA" not in bases:
-        problems.append("no tensor-core instruction")
+    if bases & {"HMMA", "HGMMA"} != {product}:
+        problems.append(f"other tensor-core instructions than {product}")
     loads = [i for i in program if i.base == "LDG"]
-    if bool(loads) == variant.aligned_x:
+    if bool(loads) != (variant.has_residual or not variant.aligned_x):
         problems.append(f"ordinary loads: {loads}")
     waits, releases = (any(i.is_wait for i in program), any(i.is_release for i in program))
     if waits != (capability(arch) >= (9, 0)) or releases != waits:
@@ -154,6 +165,74 @@ def test_the_promise_moves_the_weight_before_the_wait() -> None:
     assert waits == [2, 1]
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_a_residual_is_loaded_behind_a_wait(static: bool) -> None:
+    """By the same code as without, but for the loads, their wait and the additions."""
+    if not HAS_DISASSEMBLER:
+        pytest.skip(NO_DISASSEMBLER)
+    variant = FusedAGemmVariant(weight_is_static=static, has_residual=True)
+    for config in (CONFIG, replace(CONFIG, split_k=4)):
+        cubin = compile_cubin(SOURCE, [config.name_expression(variant)], "sm_90")
+        (program,) = sass_of(cubin.code).values()
+        waits = [n for n, i in enumerate(program) if i.is_wait]
+        loads = [n for n, i in enumerate(program) if i.base == "LDG"]
+        barriers = [n for n, i in enumerate(program) if i.base == "BAR"]
+        shares = -(-config.tile_m * config.tile_n // config.split_k // config.block_size)
+        assert len(waits) == (2 if static else 3)
+        assert len(loads) == shares
+        assert waits[-1] < loads[0]
+        assert loads[-1] < barriers[-1], "they are on their way while others multiply"
+
+
+@pytest.mark.parametrize("config", WARPGROUPS, ids=str)
+def test_products_of_a_warpgroup(config: FusedAGemmConfig) -> None:
+    """They run on by themselves: no product waits for the one before it."""
+    assert config.is_valid()
+    names = {variant: config.name_expression(variant) for variant in VARIANTS}
+    cubin = compile_cubin(SOURCE, list(names.values()), "sm_90a")
+    if not HAS_DISASSEMBLER:
+        pytest.skip(NO_DISASSEMBLER)
+    resources, programs = resources_of(cubin.code), sass_of(cubin.code)
+    for variant, name in names.items():
+        symbol = cubin.symbols[name]
+        program, used = programs[symbol], resources[symbol]
+        assert not code_problems(program, variant, "sm_90a", "HGMMA")
+        assert not used.stack
+        assert not used.local
+        assert used.registers * config.block_size <= REGISTERS
+        assert "LDSM" not in {i.base for i in program}
+        products = sum(i.base == "HGMMA" for i in program)
+        waits = sum(i.opcode.startswith("WARPGROUP.DEPBAR") for i in program)
+        per_stage = config.tile_k // 16 // config.warps_k * config.tile_n // 16 // config.warps_n
+        assert products % per_stage == 0
+        assert waits <= products // per_stage + 1
+
+
+def test_products_of_a_warpgroup_need_their_architecture() -> None:
+    name = WARPGROUPS[0].name_expression(FusedAGemmVariant())
+    with pytest.raises(CompileError, match="sm_90a"):
+        compile_cubin(SOURCE, [name], "sm_90")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tile_m": 16},
+        {"warps_n": 2},
+        {"tile_n": 96},
+        {"tile_n": 32},
+        {"mma_rows": 32},
+        {"tile_k": 64, "warps_k": 8},
+    ],
+    ids=str,
+)
+def test_the_compiler_refuses_what_a_warpgroup_cannot(changes: dict[str, int]) -> None:
+    impossible = replace(WARPGROUPS[0], **changes)
+    assert not impossible.is_valid()
+    with pytest.raises(CompileError, match=r"static assertion|static_assert"):
+        compile_cubin(SOURCE, [impossible.name_expression(FusedAGemmVariant())], "sm_90a")
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -179,9 +258,10 @@ def test_the_kernel_and_the_host_agree_on_shared_memory(tmp_path: Path) -> None:
     """Every configuration's size is stated beside the kernel's own layout and must be equal."""
     configs = dict.fromkeys(instance.config for arch in ARCHITECTURES for instance in reached(arch))
     checks = []
-    for config in (*configs, CONFIG, replace(CONFIG, split_k=8, tile_m=64)):
+    others = (CONFIG, replace(CONFIG, split_k=8, tile_m=64), *WARPGROUPS)
+    for config in (*configs, *others):
         fields = (config.tile_m, config.tile_n, config.tile_k, config.stages, config.stages_x)
-        layout = ", ".join(map(str, (*fields, config.warps_k, config.split_k)))
+        layout = ", ".join(map(str, (*fields, config.warps_k, config.split_k, config.mma_rows)))
         inbox = 4 * config.tile_m * config.tile_n * (config.split_k > 1)
         size = f"SharedLayout<{layout}>::kInbox + {inbox}"
         checks.append(f'static_assert({size} == {config.shared_bytes}, "{config}");')

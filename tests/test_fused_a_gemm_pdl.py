@@ -2,97 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from gemm_helpers import assert_product, normal, op
+from gemm_helpers import assert_product, normal, op, residual_of
 from helpers import BF16
+from pdl_helpers import ROUNDS, CopyLate, copy_late, wrong_values
 from stream_helpers import captured
-from toolchain_helpers import write
 
 import k3cupy
-from k3cupy.runtime import devices, instances, launch, sources
-from k3cupy.runtime.instances import Instance
 
 pytestmark = pytest.mark.gpu
 
-ROUNDS = 100
-
-LATE = """
-#include "common/pdl.cuh"
-
-namespace k3cupy {
-
-// Lets its dependents start at once, takes its time, and copies only then.
-__global__ void copy_late(const uint4* source, uint4* target, unsigned int count) {
-  release_dependents();
-  wait_for_predecessor(source, target);
-  const long long begin = clock64();
-  while (clock64() - begin < 100000) {
-  }
-  for (unsigned int i = blockIdx.x * blockDim.x + threadIdx.x; i < count;
-       i += gridDim.x * blockDim.x) {
-    target[i] = source[i];
-  }
-}
-
-}  // namespace k3cupy
-"""
-
-
-@pytest.fixture(scope="module")
-def copy_late(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """A predecessor that writes late, although what follows it may begin early."""
-    folder = tmp_path_factory.mktemp("late")
-    (folder / "common").mkdir()
-    write(folder / "late.cu", LATE)
-    header = Path("common", "pdl.cuh")
-    write(folder / header, (sources.shipped() / header).read_text(encoding="utf-8"))
-    device = torch.cuda.current_device()
-    with sources.source_dir(folder):
-        loaded = instances.load(Instance("late.cu", "k3cupy::copy_late"), device)
-    queue = launch.make_launcher(
-        device, loaded.kernel, grid=8, block=256, pdl=devices.info(device).has_pdl
-    )
-
-    def run(source: torch.Tensor, target: torch.Tensor) -> None:
-        assert source.numel() == target.numel()
-        assert source.is_contiguous()
-        assert target.is_contiguous()
-        stream = torch.cuda.current_stream().cuda_stream
-        count = np.uint32(source.numel() // 8)
-        queue(stream, [source.data_ptr(), target.data_ptr(), count])
-
-    return run
-
-
-def wrong_values(step: Callable[[int], torch.Tensor], wants: list[torch.Tensor]) -> int:
-    """Run steps 0 and 1 in turn, as graphs and eagerly, and count what differs in one bit."""
-    step(0)
-    torch.cuda.synchronize()
-    graphs = [captured(lambda i=i: step(i)) for i in (0, 1)]
-    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    for round_ in range(ROUNDS):
-        want = wants[round_ % 2].view(torch.int16)
-        graph, out = graphs[round_ % 2]
-        out.fill_(float("nan"))
-        graph.replay()
-        wrong += (out.view(torch.int16) != want).sum()
-        wrong += (step(round_ % 2).view(torch.int16) != want).sum()
-    return int(wrong)
+__all__ = ["copy_late"]
 
 
 @pytest.mark.parametrize("late", ["x", "weight", "both"])
 @pytest.mark.parametrize("tokens", [1, 16, 64])
-def test_a_predecessor_that_writes_late(
-    tokens: int, late: str, copy_late: Callable[[torch.Tensor, torch.Tensor], None]
-) -> None:
+def test_a_predecessor_that_writes_late(tokens: int, late: str, copy_late: CopyLate) -> None:
     """x may always come late, the weight unless it was promised."""
     n, k = 528, 1536
     weights = [normal((n, k), seed, "cuda") for seed in (1, 2)]
@@ -114,8 +42,31 @@ def test_a_predecessor_that_writes_late(
     assert wrong_values(step, wants) == 0
 
 
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_a_residual_that_comes_late(
+    tokens: int,
+    in_place: bool,
+    static: bool,
+    copy_late: CopyLate,
+) -> None:
+    """It waits for its producer, whatever was promised about the weight."""
+    x, weight = normal((tokens, 1536), 1, "cuda"), normal((528, 1536), 2, "cuda")
+    residuals = [residual_of(tokens, 528, "cuda", seed=seed) for seed in (3, 4)]
+    residual = residuals[0].clone()
+
+    def step(i: int) -> torch.Tensor:
+        copy_late(residuals[i], residual)
+        out = residual if in_place else None
+        return op(x, weight, out, residual=residual, weight_is_static=static).clone()
+
+    wants = [op(x, weight, residual=each, pdl=False) for each in residuals]
+    assert wrong_values(step, wants) == 0
+
+
 def test_a_promise_about_the_preceding_kernel_is_enough(
-    copy_late: Callable[[torch.Tensor, torch.Tensor], None],
+    copy_late: CopyLate,
 ) -> None:
     """The weight is written late two kernels before: the product between lets nothing overtake."""
     weights = [normal((528, 1536), seed, "cuda") for seed in (1, 2)]

@@ -138,7 +138,7 @@ def test_supported_python_versions(built: Built) -> None:
 def test_base_install_is_small(built: Built) -> None:
     base = [line for line in built.metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     names = {line.split(">")[0].strip().lower().replace("_", "-") for line in base}
-    assert names == {"numpy", "ml-dtypes", "click", "rich"}
+    assert names == {"numpy", "ml-dtypes", "click", "rich", "platformdirs", "filelock"}
 
 
 @pytest.mark.parametrize(

@@ -384,18 +384,28 @@ class FakeGpu:
         )
 
     def raw_module(
-        self, *, code: str, options: tuple[str, ...], name_expressions: tuple[str, ...]
+        self,
+        *,
+        code: str | None = None,
+        path: str | None = None,
+        options: tuple[str, ...] = (),
+        name_expressions: tuple[str, ...] = (),
     ) -> Any:
-        """As CuPy's: building the object does nothing, asking it for a function compiles."""
-        assert len(name_expressions) == 1, "one instance a module"
-        assert "--std=c++17" in options
+        """As CuPy's: building the object does nothing, asking it for a function compiles.
+
+        With a path it reads that file, which is what `on_compile` then gets.
+        """
+        if path is None:
+            assert len(name_expressions) == 1, "one instance a module"
+            assert "--std=c++17" in options
+        text = Path(path).read_text(encoding="utf-8") if path is not None else str(code)
 
         def get_function(name: str) -> Any:
-            assert (name,) == name_expressions
+            assert path is not None or (name,) == name_expressions
             with self.lock:
                 self.compiled.append(name)
                 self.in_memory.append(os.environ.get("CUPY_CACHE_IN_MEMORY"))
-            self.on_compile(code)
+            self.on_compile(text)
             return SimpleNamespace(
                 num_regs=32,
                 local_size_bytes=0,

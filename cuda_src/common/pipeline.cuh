@@ -20,8 +20,31 @@ __device__ __forceinline__ unsigned int swizzled(unsigned int chunk, unsigned in
   return (chunk ^ (row % kSwizzleRows)) * kCopyBytes;
 }
 
+// Where a 16-byte chunk of a row stands in the stage of kRows rows at `target`: panels of
+// kPanelElements columns, each with all rows, one behind the other. A panel may be the whole row.
+template <int kRows, int kRowElements, int kPanelElements>
+__device__ __forceinline__ unsigned int chunk_place(unsigned int target, unsigned int row,
+                                                    unsigned int chunk) {
+  constexpr unsigned int kPanelBytes = 2 * kPanelElements;
+  constexpr unsigned int kPanelChunks = kPanelBytes / kCopyBytes;
+  if constexpr (kPanelElements == kRowElements) {
+    return target + row * kPanelBytes + swizzled(chunk, row);
+  } else {
+    return target + (chunk / kPanelChunks * kRows + row) * kPanelBytes +
+           swizzled(chunk % kPanelChunks, row);
+  }
+}
+
 __device__ __forceinline__ void copy_chunk_async(unsigned int target, const void* source) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(target), "l"(source)
+               : "memory");
+}
+
+// The same where `inside`; else 16 bytes of zeros, and nothing is read.
+__device__ __forceinline__ void copy_chunk_or_zeros_async(unsigned int target, const void* source,
+                                                          bool inside) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
+               "r"(inside ? kCopyBytes : 0)
                : "memory");
 }
 
@@ -83,14 +106,34 @@ struct RingPosition {
   }
 };
 
+// The stage before another in a ring.
+template <int kStages>
+__device__ __forceinline__ unsigned int before(unsigned int stage) {
+  return stage == 0 ? kStages - 1 : stage - 1;
+}
+
 // Copies up to kRows rows of kRowElements 16-bit values, kThreads threads together, swizzled. Only
-// `rows` rows and `bytes` bytes of each are read.
-template <int kRows, int kRowElements, int kThreads>
+// `rows` rows and `bytes` bytes of each are read; the rest of these rows becomes zeros with kZeroed,
+// and stays as it was without.
+template <int kRows, int kRowElements, int kPanelElements, bool kZeroed, int kThreads>
 __device__ __forceinline__ void copy_rows_async(unsigned int target, const char* source,
                                                 long long stride, unsigned int rows,
                                                 unsigned int bytes, unsigned int thread) {
   constexpr unsigned int kRowBytes = 2 * kRowElements;
   constexpr unsigned int kRowChunks = kRowBytes / kCopyBytes;
+  const auto copy = [&](unsigned int row, unsigned int chunk, const char* from, bool inside) {
+    if constexpr (kZeroed) {
+      if (row < rows) {
+        copy_chunk_or_zeros_async(
+            chunk_place<kRows, kRowElements, kPanelElements>(target, row, chunk), from, inside);
+      }
+    } else {
+      if (inside && row < rows) {
+        copy_chunk_async(chunk_place<kRows, kRowElements, kPanelElements>(target, row, chunk),
+                         from);
+      }
+    }
+  };
   if constexpr (kRowChunks <= kThreads) {
     constexpr unsigned int kRowsAtOnce = kThreads / kRowChunks;
     static_assert(kRowsAtOnce * kRowChunks == kThreads, "a thread stays in its column");
@@ -100,10 +143,7 @@ __device__ __forceinline__ void copy_rows_async(unsigned int target, const char*
     source += first * stride + chunk * kCopyBytes;
 #pragma unroll
     for (unsigned int i = 0; i < kRows; i += kRowsAtOnce) {
-      const unsigned int row = first + i;
-      if (inside && row < rows) {
-        copy_chunk_async(target + row * kRowBytes + swizzled(chunk, row), source);
-      }
+      copy(first + i, chunk, source, inside);
       source += kRowsAtOnce * stride;
     }
   } else {
@@ -113,10 +153,7 @@ __device__ __forceinline__ void copy_rows_async(unsigned int target, const char*
 #pragma unroll
       for (unsigned int first = 0; first < kRowChunks; first += kThreads) {
         const unsigned int chunk = first + thread;
-        if (chunk * kCopyBytes < bytes && row < rows) {
-          copy_chunk_async(target + row * kRowBytes + swizzled(chunk, row),
-                           source + chunk * kCopyBytes);
-        }
+        copy(row, chunk, source + chunk * kCopyBytes, chunk * kCopyBytes < bytes);
       }
       source += stride;
     }

@@ -139,7 +139,7 @@ def gemm_command(
         raise click.ClickException('--plot needs matplotlib: pip install "k3cupy[bench]"')
     _need_gpu()
     from k3cupy.bench import gemm
-    from k3cupy.ops.fused_a_gemm_choice import TOKEN_CLASSES
+    from k3cupy.ops.gemm_tables import TOKEN_CLASSES
     from k3cupy.projections import shapes
 
     wanted = [_shape(name) for name in names] or [(p.n, p.k) for p in shapes()]

@@ -16,8 +16,9 @@ import torch
 
 import k3cupy
 from k3cupy.bench import environment, graphs
-from k3cupy.ops.fused_a_gemm_choice import TOKEN_CLASSES, candidates, choose
+from k3cupy.ops.fused_a_gemm_choice import candidates, choose
 from k3cupy.ops.fused_a_gemm_config import FusedAGemmConfig, FusedAGemmVariant
+from k3cupy.ops.gemm_tables import TOKEN_CLASSES
 from k3cupy.runtime import devices, instances, launch
 from k3cupy.runtime.instances import Instance
 

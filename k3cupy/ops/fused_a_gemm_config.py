@@ -15,7 +15,9 @@ MAX_TOKENS = 64
 K_MULTIPLE = 16
 """K is a multiple of this: one step of the tensor cores."""
 
-_MMA_ROWS, _MMA_TOKENS, _MMA_K = 16, 8, 16
+_WARP_ROWS, _WARPGROUP_ROWS, _MMA_TOKENS, _MMA_K = 16, 64, 8, 16
+_WARPGROUP_TOKENS = (32, 64)
+_PANEL = 64
 _SUM_PADDING = 4
 _MAX_THREADS = 1024
 _REGISTERS_PER_SM = 65536
@@ -37,11 +39,13 @@ class FusedAGemmVariant:
         aligned_x: every row of x begins at a multiple of 16 bytes; else x is read element by
             element.
         weight_is_static: the promise that the weight is older than the preceding kernel.
+        has_residual: a residual is added.
     """
 
     packed: bool = True
     aligned_x: bool = True
     weight_is_static: bool = False
+    has_residual: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,8 @@ class FusedAGemmConfig:
         warps_n: math warps that share the rows of a tile.
         split_k: blocks of a cluster that share the columns of a tile; above 1 from sm_90 on.
         copy_warps: warps that copy the weight, and as many that copy x.
+        mma_rows: rows of the weight in one tensor-core product: 16, a warp's; or 64, that of four
+            warps together, which exists on sm_90 alone.
     """
 
     tile_m: int
@@ -69,6 +75,7 @@ class FusedAGemmConfig:
     warps_n: int
     split_k: int
     copy_warps: int
+    mma_rows: int = _WARP_ROWS
 
     @property
     def block_size(self) -> int:
@@ -81,14 +88,20 @@ class FusedAGemmConfig:
         row_bytes = 2 * self.tile_k
         rings = row_bytes * (self.stages * self.tile_n + self.stages_x * self.tile_m)
         sums = 4 * self.warps_k * self.tile_m * (self.tile_n + _SUM_PADDING)
-        barriers = -(-16 * (self.stages + self.stages_x) // 128) * 128
+        alignment = 1024 if self.needs_warpgroups else 128
+        barriers = -(-16 * (self.stages + self.stages_x) // alignment) * alignment
         inbox = 4 * self.tile_m * self.tile_n if self.split_k > 1 else 0
         return barriers + max(rings, sums) + inbox
 
     @property
-    def order(self) -> tuple[int, int]:
+    def order(self) -> tuple[int, ...]:
         """What decides the order of a sum: equal orders give equal bits, whatever else differs."""
-        return self.warps_k, self.split_k
+        return self.warps_k, self.split_k, self.mma_rows
+
+    @property
+    def needs_warpgroups(self) -> bool:
+        """Whether the products are those of a warpgroup, which only sm_90a has."""
+        return self.mma_rows == _WARPGROUP_ROWS
 
     def is_valid(self, device: DeviceInfo | None = None) -> bool:
         """Return whether the kernel can be compiled with these numbers and run on a GPU.
@@ -96,7 +109,7 @@ class FusedAGemmConfig:
         Args:
             device: the GPU; without it only what holds on every GPU is looked at.
         """
-        rows_of_warp = self.tile_n // (_MMA_ROWS * max(self.warps_n, 1))
+        rows_of_warp = self.tile_n // (_WARP_ROWS * max(self.warps_n, 1))
         return (
             self._is_well_formed()
             and self._copies_fit()
@@ -107,6 +120,7 @@ class FusedAGemmConfig:
                 or (
                     self.shared_bytes <= device.shared_memory_optin
                     and (self.split_k == 1 or device.compute_capability >= (9, 0))
+                    and (not self.needs_warpgroups or device.compute_capability == (9, 0))
                 )
             )
         )
@@ -119,11 +133,20 @@ class FusedAGemmConfig:
             and tokens
             and 0 < self.tile_m <= MAX_TOKENS
             and self.tile_n > 0
-            and self.tile_n % (_MMA_ROWS * self.warps_n) == 0
+            and self.tile_n % (_WARP_ROWS * self.warps_n) == 0
             and self.tile_n % self.split_k == 0
             and self.split_k <= _MAX_CLUSTER
             and self.tile_k >= 64
             and self.tile_k % (_MMA_K * self.warps_k) == 0
+            and (self.mma_rows == _WARP_ROWS or self._is_for_warpgroups())
+        )
+
+    def _is_for_warpgroups(self) -> bool:
+        return (
+            self.needs_warpgroups
+            and self.tile_m in _WARPGROUP_TOKENS
+            and self.warps_n % (_WARPGROUP_ROWS // _WARP_ROWS) == 0
+            and self.tile_k % _PANEL == 0
         )
 
     def _copies_fit(self) -> bool:
@@ -154,12 +177,12 @@ class FusedAGemmConfig:
 
     def instance(self, variant: FusedAGemmVariant) -> Instance:
         """Return what ``runtime.instances`` compiles."""
-        return Instance(SOURCE, self.name_expression(variant))
+        return Instance(SOURCE, self.name_expression(variant), self.needs_warpgroups)
 
     def __str__(self) -> str:
         """For people: ``tile 8x16x512, 8+8 stages, 8x1 warps, split 1, 4 copy warps``."""
         return (
             f"tile {self.tile_m}x{self.tile_n}x{self.tile_k}, {self.stages}+{self.stages_x} "
             f"stages, {self.warps_k}x{self.warps_n} warps, split {self.split_k}, "
-            f"{self.copy_warps} copy warps"
+            f"{self.copy_warps} copy warps{', warpgroups' if self.needs_warpgroups else ''}"
         )

@@ -16,13 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from k3cupy.runtime import devices, sources, toolchain
+from k3cupy.runtime import binaries, devices, sources, toolchain
 from k3cupy.runtime.errors import CompileError, ToolchainError
 
 
 @dataclass(frozen=True)
 class Instance:
     """A kernel to be: ``source`` is a file of ``cuda_src``, ``name_expression`` picks the template.
+
+    With ``own_arch`` it uses instructions that only one architecture has, and is compiled for that
+    of the GPU alone, as ``sm_90a``.
 
     Example:
         >>> Instance("mla_decode.cu", "k3cupy::mla_decode_epilogue<__nv_bfloat16, ...>").source
@@ -31,6 +34,7 @@ class Instance:
 
     source: str
     name_expression: str
+    own_arch: bool = False
 
 
 def template_flag(value: bool) -> str:
@@ -144,7 +148,7 @@ def _compile(instance: Instance, source: sources.Source, device: int) -> LoadedK
     options = toolchain.options(source.directory)
     with devices.current(device):
         try:
-            module, function = _build(cupy, instance, source, options)
+            module, function = _build(cupy, instance, source, options, device)
         except cupy.cuda.compiler.CompileException as error:
             versions = toolchain.describe_versions(tuple(cupy.cuda.nvrtc.getVersion()))
             raise CompileError(
@@ -169,17 +173,18 @@ def _compile(instance: Instance, source: sources.Source, device: int) -> LoadedK
 
 
 def _build(
-    cupy: Any, instance: Instance, source: sources.Source, options: tuple[str, ...]
+    cupy: Any, instance: Instance, source: sources.Source, options: tuple[str, ...], device: int
 ) -> tuple[Any, Any]:
+    build = _build_for_own_arch if instance.own_arch else _build_once
     try:
-        return _build_once(cupy, instance, source, options)
+        return build(cupy, instance, source, options, device)
     except OSError as error:
         _warn_of_cache(error)
         with _memory_cache_lock:
             before = os.environ.get("CUPY_CACHE_IN_MEMORY")
             os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
             try:
-                return _build_once(cupy, instance, source, options)
+                return build(cupy, instance, source, options, device)
             finally:
                 if before is None:
                     del os.environ["CUPY_CACHE_IN_MEMORY"]
@@ -203,16 +208,30 @@ def _warn_of_cache(error: OSError) -> None:
 
 
 def _build_once(
-    cupy: Any, instance: Instance, source: sources.Source, options: tuple[str, ...]
+    cupy: Any, instance: Instance, source: sources.Source, options: tuple[str, ...], _device: int
 ) -> tuple[Any, Any]:
     module = cupy.RawModule(
         code=source.text, options=options, name_expressions=(instance.name_expression,)
     )
-    function = module.get_function(instance.name_expression)
+    return module, _loaded_function(module, instance.name_expression)
+
+
+def _build_for_own_arch(
+    cupy: Any, instance: Instance, source: sources.Source, _options: tuple[str, ...], device: int
+) -> tuple[Any, Any]:
+    arch, nvrtc = f"{devices.info(device).arch}a", tuple(cupy.cuda.nvrtc.getVersion())
+    name = instance.name_expression
+    with binaries.binary(source, instance.source, name, arch, nvrtc) as (path, symbol):
+        module = cupy.RawModule(path=str(path))
+        return module, _loaded_function(module, symbol)
+
+
+def _loaded_function(module: Any, name: str) -> Any:
+    function = module.get_function(name)
     # Reading an attribute makes the driver load the code now, not at the first launch, which may
     # happen inside a graph capture.
     _ = function.num_regs
-    return module, function
+    return function
 
 
 def _dotted(release: Iterable[int]) -> str:

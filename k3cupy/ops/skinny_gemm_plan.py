@@ -1,0 +1,98 @@
+"""Plans of the skinny GEMM: a validated call with its kernel, ready to repeat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from k3cupy.ops import checks, cuda_call
+from k3cupy.ops.arguments import Values
+from k3cupy.ops.decision import Decision
+from k3cupy.ops.gemm_plan import CudaPlan, Kernel, ReferencePlan, row_stride
+from k3cupy.ops.plan_cache import Plan
+from k3cupy.ops.skinny_gemm_choice import choose
+from k3cupy.ops.skinny_gemm_config import SkinnyGemmConfig
+from k3cupy.ops.skinny_gemm_validate import SkinnyGemmProblem, check_config, validate
+from k3cupy.reference.skinny_gemm import skinny_gemm_reference
+from k3cupy.runtime import devices
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a call asks for beside its tensors; part of a plan's key.
+
+    Attributes:
+        pdl: programmatic dependent launch; None for on where the GPU has it.
+        weight_is_static: the promise.
+        config: None for the best by the model.
+    """
+
+    pdl: bool | None
+    weight_is_static: bool
+    config: SkinnyGemmConfig | None
+
+
+def decide(problem: SkinnyGemmProblem, options: Options) -> Decision:
+    """Choose backend and configuration for a validated call.
+
+    Raises:
+        ValueError: the caller's configuration cannot compute it.
+    """
+    x = problem.x
+    config = check_config(options.config, problem.num_tokens)
+    if not x.is_cuda:
+        return Decision("reference", None, None, False, "the tensors are on the CPU")
+    device = devices.info(x.device_index)
+    pdl = cuda_call.has_pdl(device.index, options.pdl)
+    if problem.num_tokens == 0:
+        return Decision("cuda", None, None, pdl, "no tokens: nothing is launched")
+    if config is not None:
+        reason = "the caller named the configuration"
+    else:
+        config, reason = choose(problem.n, problem.k, problem.num_tokens, device)
+    if problem.slow_reason is not None:
+        reason += f"; x element by element, not 128-bit, because {problem.slow_reason}"
+    return Decision("cuda", config, config.name_expression(problem.variant), pdl, reason)
+
+
+def make_plan(values: Values, options: Options, stream: Any) -> Plan:
+    """Validate a call and prepare everything that does not depend on its addresses.
+
+    Args:
+        values: its tensors.
+        options: everything else.
+        stream: the one that was given, to see whether it captures; None for the current one.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit.
+        CaptureError: the kernel would have to be compiled or loaded while a graph is captured.
+    """
+    problem = validate(values, weight_is_static=options.weight_is_static)
+    checks.check_grad(problem.views)
+    decision = decide(problem, options)
+    if decision.backend == "reference":
+        return ReferencePlan(problem, skinny_gemm_reference)
+    kernel = None if decision.config is None else _kernel(problem, decision.config)
+    return CudaPlan(problem, kernel, pdl=decision.pdl, stream=stream)
+
+
+def _kernel(problem: SkinnyGemmProblem, config: SkinnyGemmConfig) -> Kernel:
+    return Kernel(
+        instance=config.instance(problem.variant),
+        arguments=(
+            0,
+            np.uint32(problem.n),
+            np.uint32(problem.k),
+            0,
+            row_stride(problem.x),
+            0,
+            row_stride(problem.residual),
+            0,
+            row_stride(problem.out, problem.n),
+        ),
+        pointers=(3, 0, 7, 5),
+        grid=config.blocks(problem.n),
+        block=config.block_size,
+    )

@@ -1,0 +1,160 @@
+"""Low-latency linear: batch-invariant mode, and compiling ahead. No GPU is needed."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from dispatch_helpers import DispatchDevice, only_row
+from fake_device import H200
+from gemm_helpers import inputs, normal
+from helpers import BF16, Producer
+from toolchain_helpers import fake_gpu
+
+import k3cupy
+from k3cupy.runtime import devices
+
+pytestmark = pytest.mark.usefixtures("fresh_counts")
+
+N, K = 1536, 128
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> DispatchDevice:
+    return DispatchDevice(monkeypatch)
+
+
+# Batch-invariant mode
+
+
+def test_modes_and_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("k3cupy.dispatch.mode._of_process", None)
+    assert not k3cupy.is_batch_invariant()
+    for value, wanted in (("1", True), ("0", False), ("", False), ("yes", True)):
+        monkeypatch.setenv("K3CUPY_BATCH_INVARIANT", value)
+        assert k3cupy.is_batch_invariant() == wanted
+    k3cupy.set_batch_invariant(False)
+    assert not k3cupy.is_batch_invariant()
+    with k3cupy.batch_invariant_mode():
+        assert k3cupy.is_batch_invariant()
+        with k3cupy.batch_invariant_mode(False):
+            assert not k3cupy.is_batch_invariant()
+        with ThreadPoolExecutor(1) as pool:
+            assert not pool.submit(k3cupy.is_batch_invariant).result(), "the block's thread only"
+    k3cupy.set_batch_invariant(True)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(k3cupy.is_batch_invariant).result(), "the whole process"
+    with pytest.raises(RuntimeError), k3cupy.batch_invariant_mode(False):
+        raise RuntimeError
+    assert k3cupy.is_batch_invariant()
+    for junk in (1, None, "on"):
+        with pytest.raises(TypeError, match=r"^enabled: expected True or False"):
+            k3cupy.set_batch_invariant(junk)
+        with pytest.raises(TypeError), k3cupy.batch_invariant_mode(junk):
+            pass
+
+
+def test_the_mode_of_a_call(gpu: DispatchDevice) -> None:
+    """Where a table has the framework's linear, the mode still has our kernel."""
+    x, weight = inputs(60, 7168, 3584)
+    assert k3cupy.try_low_latency_gemm(x, weight) is None
+    with k3cupy.batch_invariant_mode():
+        assert k3cupy.try_low_latency_gemm(x, weight) is not None
+        assert k3cupy.try_low_latency_gemm(x, weight, batch_invariant=False) is None
+        assert "batch-invariant" in k3cupy.explain_low_latency_gemm(x, weight).reason
+    assert k3cupy.try_low_latency_gemm(x, weight, batch_invariant=True) is not None
+    assert len(gpu.loaded) == 1
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_many_rows_go_in_slices(gpu: DispatchDevice, with_residual: bool) -> None:
+    x, weight = inputs(150, N, K, strides=(136, 1))
+    residual = normal((150, N), 3) if with_residual else None
+    out = k3cupy.try_low_latency_gemm(x, weight, residual, batch_invariant=True)
+    assert out.shape == (150, N)
+    assert out.is_contiguous()
+    assert len(gpu.launches) == 3
+    for i, (_, arguments) in enumerate(gpu.launches):
+        assert arguments[0] == weight.data_ptr()
+        assert arguments[3] == x.data_ptr() + 2 * 136 * 64 * i
+        assert arguments[4] == (64, 64, 22)[i]
+        assert arguments[5] == 136
+        assert arguments[6] == out.data_ptr() + 2 * N * 64 * i
+        at = residual.data_ptr() + 2 * N * 64 * i if residual is not None else 0
+        assert arguments[8] == at
+    row = only_row()
+    assert row.tokens == ">64"
+    assert "in slices of 64 rows" in row.decision.reason
+    assert k3cupy.try_low_latency_gemm(x, weight, residual) is None
+
+
+def test_what_cannot_be_sliced_says_so(gpu: DispatchDevice) -> None:
+    x, weight = (Producer(t) for t in inputs(65, N, K))
+    found = k3cupy.explain_low_latency_gemm(x, weight, batch_invariant=True)
+    assert found.reason == (
+        "x has more than 64 rows, and tensors of dlpack are not cut here; so batch invariance does "
+        "not hold for this call"
+    )
+
+
+# Warming up
+
+
+def test_warm_up_compiles_what_the_calls_will_run(
+    gpu: DispatchDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = fake_gpu(monkeypatch)
+    tokens, weight = [1, 2, 8, 16, 40], normal((N, K), 1)
+    count = k3cupy.warmup_low_latency_gemm([(N, K)], tokens, weight_is_static=True)
+    assert count == len(compiler.compiled) == len(set(compiler.compiled))
+    for m in tokens:
+        for x in (normal((m, K), 2), torch.zeros(m, 6288, dtype=BF16)[:, :K]):
+            k3cupy.low_latency_linear(x, weight, weight_is_static=True)
+    assert set(gpu.loaded) == set(compiler.compiled)
+
+
+@pytest.mark.parametrize("tokens", [150, 64, 5])
+def test_warm_up_of_batch_invariant_slices(
+    tokens: int, gpu: DispatchDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = fake_gpu(monkeypatch)
+    residual = normal((tokens, N), 3)
+    with k3cupy.batch_invariant_mode():
+        k3cupy.warmup_low_latency_gemm([(N, K)], tokens, residual=True)
+        for x in (normal((tokens, K), 2), torch.zeros(tokens, 6288, dtype=BF16)[:, :K]):
+            k3cupy.low_latency_linear(x, normal((N, K), 1), residual)
+    assert set(gpu.loaded) <= set(compiler.compiled)
+
+
+def test_warm_up_of_what_the_framework_runs_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = fake_gpu(monkeypatch)
+    monkeypatch.setattr(devices, "info", lambda _: H200)
+    assert k3cupy.warmup_low_latency_gemm([(7168, 3584)], [64, 65, 1000]) == 0
+    assert compiler.compiled == []
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"shapes": [(0, 16)]}, "shapes: expected pairs"),
+        ({"shapes": [16]}, "shapes: expected pairs"),
+        ({"shapes": [(16, 16, 16)]}, "shapes: expected pairs"),
+        ({"tokens": [0]}, "tokens: expected numbers from 1 to 2147483647, got 0"),
+        ({"tokens": [1.5]}, "tokens: expected numbers from 1"),
+        ({"device": 7}, "device: expected a GPU ordinal below 1, got 7"),
+        ({"residual": 1}, "residual: expected True or False"),
+        ({"weight_is_static": None}, "weight_is_static: expected True or False"),
+        ({"batch_invariant": 1}, "batch_invariant: expected None, True or False"),
+    ],
+    ids=str,
+)
+def test_warm_up_refuses(
+    options: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = fake_gpu(monkeypatch)
+    monkeypatch.setattr(devices, "info", lambda _: H200)
+    with pytest.raises((TypeError, ValueError), match=f"^{text}"):
+        k3cupy.warmup_low_latency_gemm(**{"shapes": [(N, K)], **options})
+    assert compiler.compiled == []

@@ -1,0 +1,211 @@
+"""The fused-A GEMM by products of a warpgroup, which sm_90 alone has: values, layouts, bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from gemm_helpers import assert_product, inputs, normal, op, residual_of, run_and_check, same_bits
+from helpers import BF16, guarded, refused
+from stream_helpers import captured
+
+import k3cupy
+from k3cupy import projections
+from k3cupy.ops.fused_a_gemm_choice import candidates, choose
+from k3cupy.ops.fused_a_gemm_validate import check_config
+from k3cupy.runtime import devices, instances
+from k3cupy.runtime.devices import DeviceInfo
+
+H200 = DeviceInfo(0, "NVIDIA H200", (9, 0), 132, 232_448)
+BASE = k3cupy.FusedAGemmConfig(64, 64, 128, 4, 4, 1, 4, 1, 2, 64)
+
+
+@pytest.fixture
+def sm_90() -> None:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of sm_90")
+
+
+# Without a GPU
+
+
+def test_a_configuration_that_only_sm_90_has() -> None:
+    assert check_config(BASE, 64, H200) is BASE
+    for capability in ((8, 0), (8, 9), (10, 0), (10, 3), (12, 0)):
+        gpu = replace(H200, compute_capability=capability)
+        with pytest.raises(ValueError, match=r"^config: expected mma_rows of 16 on sm_.*got 64"):
+            check_config(BASE, 64, gpu)
+        assert not any(c.needs_warpgroups for c in candidates(4608, 1536, 64, gpu))
+
+
+def test_which_instances_are_compiled_for_their_own_architecture() -> None:
+    variant = k3cupy.FusedAGemmVariant()
+    assert BASE.instance(variant).own_arch
+    assert not replace(BASE, mma_rows=16).instance(variant).own_arch
+
+
+@pytest.mark.parametrize("tokens", [17, 32, 33, 64])
+def test_only_a_measurement_names_them(tokens: int) -> None:
+    """They are candidates for every product of that size, and the cost model leaves them out."""
+    for p in projections.shapes():
+        assert any(c.needs_warpgroups for c in candidates(p.n, p.k, tokens, H200))
+    gpu = replace(H200, name="a GPU without a table")
+    for n, k in ((4608, 1536), (20480, 7168), (7, 80)):
+        for invariant in (False, True):
+            config, _ = choose(n, k, tokens, gpu, batch_invariant=invariant)
+            assert not config.needs_warpgroups
+
+
+def test_the_order_of_a_sum_is_another() -> None:
+    assert BASE.order != replace(BASE, mma_rows=16).order
+    assert BASE.order == replace(BASE, tile_m=32, tile_n=128, tile_k=64, stages=7).order
+
+
+def test_on_the_cpu_a_configuration_changes_nothing() -> None:
+    x, weight = inputs(33, 48, 128)
+    same_bits(op(x, weight, config=BASE), op(x, weight))
+
+
+# On a GPU
+
+CONFIGS = [
+    BASE,
+    replace(BASE, tile_k=64, stages=14, stages_x=5),
+    replace(BASE, tile_k=256, stages=3, stages_x=2),
+    replace(BASE, tile_n=128, stages=3),
+    replace(BASE, tile_n=128, warps_n=8, stages=3),
+    replace(BASE, tile_n=192, tile_k=64, stages=7, stages_x=7),
+    replace(BASE, copy_warps=4),
+    replace(BASE, copy_warps=1),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 8, 31, 32, 33, 63, 64])
+def test_values(tokens: int, sm_90: None) -> None:
+    """Also where columns and rows end inside a stage and a tile."""
+    for n, k in ((64, 64), (100, 16), (7, 80), (200, 2064), (65, 7168), (528, 1536)):
+        x, weight = inputs(tokens, n, k, "cuda", seed=n + k)
+        results = [run_and_check(x, weight, config=config) for config in CONFIGS]
+        if tokens <= 32:
+            results.append(run_and_check(x, weight, config=replace(BASE, tile_m=32)))
+        for result in results[1:]:
+            same_bits(result, results[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("warps_k", [1, 2, 4])
+@pytest.mark.parametrize("split", [1, 2, 4])
+def test_warpgroups_and_clusters_that_share_the_columns(
+    split: int, warps_k: int, sm_90: None
+) -> None:
+    first = replace(BASE, split_k=split, warps_k=warps_k)
+    second = replace(first, tile_n=128, stages=2, stages_x=2)
+    for n, k in ((100, 16), (7, 80), (200, 2064), (130, 4096)):
+        x, weight = inputs(37, n, k, "cuda", strides=(k + 8, 1))
+        residual = residual_of(37, n, "cuda", strides=(n + 1, 1))
+        results = [run_and_check(x, weight, residual=residual, config=c) for c in (first, second)]
+        same_bits(results[0], results[1])
+
+
+@pytest.mark.gpu
+def test_projections_of_the_model(sm_90: None) -> None:
+    for p in projections.shapes():
+        x, weight = normal((64, p.k), 1, "cuda"), normal((p.n, p.k), 2, "cuda")
+        for config in candidates(p.n, p.k, 64, devices.info(0)):
+            if config.needs_warpgroups:
+                assert_product(op(x, weight, config=config), x, weight)
+
+
+@pytest.mark.gpu
+def test_sums_that_are_exact(sm_90: None) -> None:
+    """One-hot rows of x pick single columns of the weight, bit by bit."""
+    n, k = 200, 336
+    weight = guarded(normal((n, k), 1), "cuda")
+    for start in range(0, k, 64):
+        count = min(64, k - start)
+        x = torch.zeros(count, k, dtype=BF16, device="cuda")
+        x[range(count), range(start, start + count)] = 1
+        got = op(x, weight, config=BASE)
+        assert torch.equal(got, weight[:, start : start + count].T)
+
+
+@pytest.mark.gpu
+def test_layouts_of_x(sm_90: None) -> None:
+    x, weight = inputs(37, 200, 1552, "cuda")
+    packed = op(x, weight, config=BASE)
+    for stride, shift in ((1560, 0), (1553, 0), (1552, 2), (3104, 8)):
+        other = guarded(x.cpu(), "cuda", strides=(stride, 1), shift=shift)
+        same_bits(run_and_check(other, weight, config=BASE), packed, f"{stride}, {shift}")
+
+
+@pytest.mark.gpu
+def test_what_is_poisoned_stays_alone(sm_90: None) -> None:
+    """A row of x, a row of the weight, and whatever an earlier kernel left in shared memory."""
+    x, weight = inputs(37, 200, 1552, "cuda")
+    poison = torch.full((64, 1552), float("nan"), dtype=BF16, device="cuda")
+    clean = op(x, weight, config=BASE)
+    op(poison, poison, config=BASE)
+    same_bits(op(x, weight, config=BASE), clean)
+    x[5, 1551], weight[77, 0] = float("nan"), float("inf")
+    out = op(x, weight, config=BASE)
+    assert out[5].isnan().all()
+    assert not out[:, 77].isfinite().any()
+    out[5], out[:, 77] = clean[5], clean[:, 77]
+    same_bits(out, clean)
+
+
+@pytest.mark.gpu
+def test_a_row_does_not_depend_on_the_others(sm_90: None) -> None:
+    x, weight = inputs(64, 200, 2048, "cuda")
+    whole = op(x, weight, config=BASE)
+    for tokens in (1, 7, 8, 16, 17, 33, 63):
+        same_bits(op(x[:tokens], weight, config=BASE), whole[:tokens], f"M = {tokens}")
+        last = op(x[64 - tokens :], weight, config=BASE)
+        same_bits(last, whole[64 - tokens :], f"the last {tokens}")
+    for _ in range(50):
+        same_bits(op(x, weight, config=BASE), whole)
+
+
+@pytest.mark.gpu
+def test_in_a_graph_among_dependent_launches(sm_90: None) -> None:
+    """Products that feed products: a ring may fill early, and is drained in time."""
+    first, second = normal((256, 512), 1, "cuda"), normal((512, 256), 2, "cuda")
+    x, scale = normal((64, 512), 3, "cuda"), 2**-5
+    middle = torch.empty(64, 256, dtype=BF16, device="cuda")
+    out = torch.empty(64, 512, dtype=BF16, device="cuda")
+
+    def chain(pdl: bool | None = None) -> None:
+        for _ in range(4):
+            op(x, first, middle, config=BASE, pdl=pdl, weight_is_static=True)
+            op(middle, second, out, config=BASE, pdl=pdl, weight_is_static=True)
+
+    chain()
+    graph, _ = captured(chain)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for seed in range(100):
+        x.copy_(normal(x.shape, seed, "cuda") * scale)
+        chain(pdl=False)
+        want = out.clone()
+        out.fill_(float("nan"))
+        middle.fill_(float("nan"))
+        graph.replay()
+        wrong += (out.view(torch.int16) != want.view(torch.int16)).sum()
+    assert int(wrong) == 0
+
+
+@pytest.mark.gpu
+def test_nothing_spills(sm_90: None) -> None:
+    for config in CONFIGS:
+        loaded = instances.load(config.instance(k3cupy.FusedAGemmVariant()), 0)
+        assert loaded.local_bytes == 0
+        assert loaded.registers * config.block_size <= 65_536
+
+
+@pytest.mark.gpu
+def test_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    newer = replace(devices.info(0), compute_capability=(10, 0))
+    monkeypatch.setattr(devices, "info", lambda _: newer)
+    x, weight = inputs(33, 56, 272, "cuda")
+    refused({"x": x, "weight": weight, "config": BASE}, "config", "64", operation=op)

@@ -1,0 +1,197 @@
+"""The skinny GEMM compiles for every architecture, to sound machine code. No GPU is needed."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import itertools
+from dataclasses import dataclass, replace
+
+import pytest
+from toolchain_helpers import (
+    HAS_DISASSEMBLER,
+    NO_DISASSEMBLER,
+    Instruction,
+    known_to_nvrtc,
+    needs_disassembler,
+    reached,
+    resources_of,
+    sass_of,
+)
+
+from k3cupy import projections
+from k3cupy.ops.skinny_gemm_choice import candidates
+from k3cupy.ops.skinny_gemm_config import SOURCE, SkinnyGemmConfig, SkinnyGemmVariant
+from k3cupy.runtime.devices import DeviceInfo
+from k3cupy.runtime.errors import CompileError
+from k3cupy.runtime.offline import ARCHITECTURES, compile_cubin
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC and cuda-core")
+
+LIMIT = 24
+"""Instances of one program, some seconds. Where more can be reached, a share of them is
+compiled that moves on every day. For sm_90 what the model puts first is always compiled."""
+
+PARTS = {arch: 4 if arch == "sm_90" else 1 for arch in ARCHITECTURES}
+VARIANTS = [
+    SkinnyGemmVariant(dtype, aligned, residual, static)
+    for static, residual, aligned, dtype in itertools.product(
+        (True, False), (False, True), (True, False), ("bfloat16", "float16")
+    )
+]
+CONFIG = SkinnyGemmConfig(1, 224, 2, 4, 8)
+FOUR_ROWS = SkinnyGemmConfig(4, 128, 3, 1, 8)
+NARROW = SkinnyGemmConfig(8, 96, 2, 2, 4)
+
+
+@dataclass(frozen=True)
+class Reached:
+    """An instance that a call of some projection's shape can get, or that a tuner can measure."""
+
+    config: SkinnyGemmConfig
+    variant: SkinnyGemmVariant
+
+    @property
+    def name(self) -> str:
+        return self.config.name_expression(self.variant)
+
+
+def has_pdl(arch: str) -> bool:
+    return int(arch.removeprefix("sm_")) >= 90
+
+
+@functools.cache
+def configs() -> tuple[tuple[SkinnyGemmConfig, ...], ...]:
+    """Of each projection and number of tokens, the likeliest first."""
+    gpu = DeviceInfo(0, "a GPU", (9, 0), 132, 232_448)
+    return tuple(
+        candidates(p.n, p.k, tokens, gpu) for p in projections.shapes() for tokens in range(1, 9)
+    )
+
+
+def wanted_today(arch: str, part: int) -> list[Reached]:
+    every = dict.fromkeys(itertools.chain(*configs()))
+    everything = [Reached(config, variant) for config in every for variant in VARIANTS]
+    parts = PARTS[arch]
+    days = -(-len(everything) // (LIMIT * parts))
+    today = datetime.date.today().toordinal() % days
+    print(f"{arch}: share {today + 1} of {days}")
+    first = dict.fromkeys(ranked[0] for ranked in configs())
+    always = [Reached(config, VARIANTS[0]) for config in first if arch == "sm_90"]
+    return list(dict.fromkeys((*always[part::parts], *everything[today::days][part::parts])))
+
+
+def weight_loads(program: list[Instruction]) -> list[Instruction]:
+    """They leave no trace in L1, as all others do."""
+    return [i for i in program if i.base == "LDG" and ".NA" in i.opcode]
+
+
+def code_problems(program: list[Instruction], instance: Reached, arch: str) -> list[str]:
+    """What is wrong with a kernel's instructions."""
+    config, variant = instance.config, instance.variant
+    problems = [f"local memory: {i}" for i in program if i.is_local]
+    suffix = f".{16 * config.vector_width}"
+    weights, in_flight = weight_loads(program), config.k_unroll * config.outputs_per_block
+    if len(weights) < 2 * in_flight or not all(i.opcode.endswith(suffix) for i in weights):
+        problems.append(f"the weight does not come by {suffix} loads: {list(map(str, weights))}")
+    others = [i.opcode for i in program if i.base == "LDG" and i not in weights]
+    single = [opcode for opcode in others if opcode.endswith(".U16")]
+    wide = [opcode for opcode in others if opcode.endswith(suffix)]
+    if len(single) + len(wide) != len(others) or bool(wide) != variant.aligned_x:
+        problems.append(f"other loads: {others}")
+    if variant.aligned_x and len(single) != variant.has_residual:
+        problems.append(f"loads of single values: {single}")
+    if not any(i.base == "FFMA" for i in program) or any(i.base == "HMMA" for i in program):
+        problems.append("not the arithmetic that it should be")
+    waits, releases = ([i for i in program if i.is_wait], [i for i in program if i.is_release])
+    if bool(waits) != has_pdl(arch) or bool(releases) != has_pdl(arch):
+        problems.append(f"dependency wait: {waits}, release: {releases}")
+    if waits:
+        at = program.index(waits[0])
+        problems += [f"before the wait: {i}" for i in program[:at] if i.is_release or i.is_store]
+        early = [i for i in program[:at] if i.is_load]
+        if len(early) != in_flight * variant.weight_is_static or set(early) - set(weights):
+            problems.append(f"loads before the wait: {list(map(str, early))}")
+        if not variant.weight_is_static:
+            paths = reached(program, [0], lambda i: i.is_wait)
+            problems += [f"there is a way past the wait to {i}" for i in paths if i.is_load]
+    return problems
+
+
+@pytest.mark.parametrize(
+    ("arch", "part"), [(arch, part) for arch in ARCHITECTURES for part in range(PARTS[arch])]
+)
+def test_instances(arch: str, part: int) -> None:
+    """They compile, nothing spills, as many blocks fit as was counted on, the code is sound."""
+    if not known_to_nvrtc(arch):
+        pytest.skip(f"this NVRTC does not know {arch}")
+    wanted = wanted_today(arch, part)
+    cubin = compile_cubin(SOURCE, [instance.name for instance in wanted], arch)
+    assert set(cubin.symbols) == {instance.name for instance in wanted}
+    if not HAS_DISASSEMBLER:
+        pytest.skip(f"compiled but not inspected: {NO_DISASSEMBLER}")
+    resources, programs = resources_of(cubin.code), sass_of(cubin.code)
+    problems = []
+    for instance in wanted:
+        symbol = cubin.symbols[instance.name]
+        used = resources[symbol]
+        found = code_problems(programs[symbol], instance, arch)
+        if used.stack or used.local:
+            found.append(f"{used.stack} bytes of stack, {used.local} of local memory")
+        blocks = instance.config.blocks_per_sm if instance.variant.aligned_x else 1
+        if arch == "sm_90" and fitting_blocks(used.registers, instance.config) < blocks:
+            found.append(f"{used.registers} registers, too many for {blocks} blocks")
+        problems += [f"{instance.name}: {problem}" for problem in found]
+    assert not problems, f"{arch}:\n" + "\n".join(problems)
+
+
+def fitting_blocks(registers: int, config: SkinnyGemmConfig) -> int:
+    """By a multiprocessor's four schedulers, of 512 registers a lane in steps of 8."""
+    warps = 4 * (512 // (-(-registers // 8) * 8))
+    return warps * 32 // config.block_size
+
+
+@needs_disassembler
+@pytest.mark.parametrize("config", [CONFIG, FOUR_ROWS, NARROW], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_loads_and_arithmetic_of_one_kernel(config: SkinnyGemmConfig, dtype: str) -> None:
+    """Once for the first round and once for the next; two multiply-adds a pair of values."""
+    instance = Reached(config, SkinnyGemmVariant(dtype, weight_is_static=True))
+    cubin = compile_cubin(SOURCE, [instance.name], "sm_90")
+    (program,) = sass_of(cubin.code).values()
+    assert not code_problems(program, instance, "sm_90")
+    in_flight = config.k_unroll * config.outputs_per_block
+    assert len(weight_loads(program)) == 2 * in_flight
+    loads = [i for i in program if i.base == "LDG"]
+    assert len(loads) == 2 * (in_flight + config.k_unroll * config.num_rows)
+    products = config.vector_width * in_flight * config.num_rows
+    assert sum(i.base == "FFMA" for i in program) == products
+
+
+@needs_disassembler
+def test_the_reduction_shares_its_exchanges() -> None:
+    """Eight sums take 9 exchanges, 24 take 24, one takes 5."""
+    for rows, outputs, exchanges in ((1, 1, 5), (1, 8, 9), (4, 2, 9), (8, 3, 24), (8, 4, 31)):
+        config = SkinnyGemmConfig(rows, 64, outputs, 1, 8)
+        cubin = compile_cubin(SOURCE, [config.name_expression(SkinnyGemmVariant())], "sm_90")
+        (program,) = sass_of(cubin.code).values()
+        assert sum(i.base == "SHFL" for i in program) == exchanges, config
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"block_size": 48},
+        {"vector_width": 2},
+        {"vector_width": 16},
+        {"num_rows": 8, "outputs_per_block": 8, "block_size": 32, "k_unroll": 1},
+        {"k_unroll": 0},
+    ],
+    ids=str,
+)
+def test_the_compiler_refuses_what_is_not_valid(changes: dict[str, int]) -> None:
+    """The static assertions of the kernel and `is_valid` agree."""
+    impossible = replace(CONFIG, **changes)
+    assert not impossible.is_valid()
+    with pytest.raises(CompileError, match=r"static assertion|static_assert|zero size|zero-sized"):
+        compile_cubin(SOURCE, [impossible.name_expression(SkinnyGemmVariant())], "sm_90")
