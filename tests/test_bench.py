@@ -15,7 +15,6 @@ from click.testing import CliRunner
 from k3cupy.bench import forms, report
 from k3cupy.cli import main
 from k3cupy.ops import fused_a_gemm_choice
-from k3cupy.ops.fused_a_gemm_config import FusedAGemmConfig
 from k3cupy.ops.mla_decode_config import CANDIDATES, MlaDecodeConfig, MlaDecodeVariant
 from k3cupy.ops.mla_prefill_config import CANDIDATES as PREFILL_CANDIDATES
 from k3cupy.ops.mla_prefill_config import (
@@ -257,10 +256,7 @@ def test_apply_takes_prefill_results(tmp_path: Path) -> None:
     assert "| kv_concat | 4096 |" in page.read_text()
 
 
-@pytest.mark.parametrize(
-    ("name", "table"),
-    [("decode", "mla_decode"), ("prefill", "mla_prefill"), ("gemm", "fused_a_gemm")],
-)
+@pytest.mark.parametrize(("name", "table"), [("decode", "mla_decode"), ("prefill", "mla_prefill")])
 def test_the_shipped_table_is_what_the_committed_results_give(name: str, table: str) -> None:
     files = sorted((ROOT / "benchmarks/results").glob(f"{name}_h200_run*.json"))
     if not files:
@@ -312,16 +308,14 @@ def test_gemm_summary_names_the_bars() -> None:
     assert s["invariant_over_dispatched"] == pytest.approx(1.05)
 
 
-def test_gemm_results_make_a_table_that_the_choice_reads() -> None:
-    entries = [gemm_entry(tokens=tokens) for tokens in fused_a_gemm_choice.TOKEN_CLASSES]
-    shipped = report.shipped_table(report.averaged([gemm_document(*entries)] * 2))
-    (facts,) = shipped["gpus"].values()
-    assert [row["tokens"] for row in facts["entries"]] == [1, 8, 16, 32, 64]
-    for row, entry in zip(facts["entries"], entries, strict=True):
-        times = {fused_a_gemm_choice.config_of_key(key): us for key, us in row["us"].items()}
-        assert len(times) == len(entry["candidates"])
-        assert times[FusedAGemmConfig(**row["chosen"])] <= min(times.values()) * 1.01
-        assert row["linear_us"] == 16.0
+def test_no_table_is_made_from_gemm_results() -> None:
+    with pytest.raises(ValueError, match="no table is made from results of bench gemm"):
+        report.shipped_table(gemm_document(gemm_entry()))
+
+
+def test_the_gemm_page_shows_what_was_measured() -> None:
+    measured = gemm_document(gemm_entry())
+    assert report.with_shipped_choice(measured)["entries"] == measured["entries"]
 
 
 def test_the_gemm_page_shows_the_shapes_that_matter() -> None:
@@ -346,14 +340,6 @@ def test_a_plot_without_matplotlib_is_one_clear_line(monkeypatch: pytest.MonkeyP
     assert done.output.strip() == 'Error: --plot needs matplotlib: pip install "k3cupy[bench]"'
 
 
-def test_no_shipped_gemm_choice_is_slower_than_what_was_measured_beside_it() -> None:
-    text = (ROOT / "k3cupy/ops/tables/fused_a_gemm.json").read_text(encoding="utf-8")
-    for facts in json.loads(text)["gpus"].values():
-        for row in facts["entries"]:
-            chosen = forms.key_of(row["chosen"])
-            assert row["us"][chosen] <= 1.01 * min(row["us"].values()), row
-
-
 def test_a_gemm_shape_that_is_none_is_refused() -> None:
     from k3cupy.bench.cli import _shape
 
@@ -366,8 +352,9 @@ def test_a_gemm_shape_that_is_none_is_refused() -> None:
 @pytest.mark.gpu
 def test_a_small_gemm_run_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from k3cupy.bench import gemm
+    from k3cupy.timing import cold
 
-    monkeypatch.setattr(gemm, "_COLD_BYTES", 4 << 20)
+    monkeypatch.setattr(cold, "COLD_BYTES", 4 << 20)
     (found,) = gemm.run([(1536, 128)], [4])
     times = [found.floor_us, found.linear_us, found.hot_us, found.strided_us, found.waiting_us]
     assert all(0 < us < 1000 for us in (*times, found.invariant_us, found.candidates[0]["us"]))
@@ -375,18 +362,14 @@ def test_a_small_gemm_run_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-def test_a_wrong_product_is_not_timed() -> None:
+def test_a_wrong_product_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     from k3cupy.bench import gemm
+    from k3cupy.timing.products import Product
 
-    problem = gemm.Problem(64, 128, 4)
+    monkeypatch.setattr(gemm, "body", lambda product, *_, **__: lambda _: product.out.fill_(0))
     weight = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16)
-    config, _ = fused_a_gemm_choice.choose(64, 128, 4, problem.device)
-    problem.check(config, weight)
-    problem.x = problem.x + 1  # what the kernel is given differs from what is expected
-    monkey = problem.body
-    problem.body = lambda *a, **k: monkey(*a, x=problem.strided, **k)  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match=r"64 x 128, M = 4, .* not timed"):
-        problem.check(config, weight)
+    with pytest.raises(RuntimeError, match=r"64 x 128, M = 4, .* is 0, not .*, not timed"):
+        gemm.run_entry(Product(64, 128, 4), [weight], 1.0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch finds a GPU")

@@ -120,13 +120,11 @@ def prefill_command(
 @bench.command("gemm")
 @click.option("--shape", "names", multiple=True, help="N x K as 2112x7168; all of Kimi-K3's.")
 @click.option("--tokens", multiple=True, type=click.IntRange(1, 64), help="M; the table's.")
-@click.option("--all-candidates", is_flag=True, help="Every configuration, to make a table.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the times over the floor.")
 @_result_options
 def gemm_command(
     names: tuple[str, ...],
     tokens: tuple[int, ...],
-    all_candidates: bool,
     plot: Path | None,
     path: Path | None,
     commit: str | None,
@@ -143,7 +141,7 @@ def gemm_command(
     from k3cupy.projections import shapes
 
     wanted = [_shape(name) for name in names] or [(p.n, p.k) for p in shapes()]
-    entries = gemm.run(wanted, tokens or TOKEN_CLASSES, all_candidates=all_candidates)
+    entries = gemm.run(wanted, tokens or TOKEN_CLASSES)
     document = gemm.as_document(list(entries), commit)
     _show(document, path)
     if plot is not None:

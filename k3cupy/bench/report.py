@@ -51,8 +51,12 @@ def markdown(document: Mapping[str, Any]) -> str:
 def with_shipped_choice(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return a document whose ``dispatched`` is what the table that ships today would choose.
 
-    A run from before a table recorded the choice of the older one.
+    A run from before a table recorded the choice of the older one. A benchmark from which no table
+    is made keeps what it measured.
     """
+    table = form_of(document).table
+    if table is None:
+        return dict(document)
     e = document["environment"]
     gpu = DeviceInfo(
         index=0,
@@ -61,8 +65,9 @@ def with_shipped_choice(document: Mapping[str, Any]) -> dict[str, Any]:
         num_sms=e["num_sms"],
         shared_memory_optin=e.get("shared_memory_optin", 0),
     )
-    choice = form_of(document).choice
-    entries = [{**entry, "dispatched": dict(choice(entry, gpu))} for entry in document["entries"]]
+    entries = [
+        {**entry, "dispatched": dict(table.choice(entry, gpu))} for entry in document["entries"]
+    ]
     return {**document, "entries": entries}
 
 
@@ -128,8 +133,13 @@ def shipped_table(document: Mapping[str, Any]) -> dict[str, Any]:
 
     Per row count the fastest configuration; of those within 1%, less than two runs differ by, the
     one that is best over all row counts, so that few instances have to be compiled.
+
+    Raises:
+        ValueError: no table is made from this benchmark.
     """
-    e, form = document["environment"], form_of(document)
+    e, form = document["environment"], form_of(document).table
+    if form is None:
+        raise ValueError(f"no table is made from results of bench {document['benchmark']}")
     measured = [x for x in document["entries"] if form.is_for_table(x)]
     favour = {kind: _mean_slowdown(measured, kind) for kind in {x["kind"] for x in measured}}
     entries = [
