@@ -1,0 +1,1 @@
+"""Which kernel for which linear layer."""
