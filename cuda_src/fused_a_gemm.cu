@@ -1,4 +1,5 @@
-// The fused-A GEMM: out[m, n] = sum over k of x[m, k] * weight[n, k], for few tokens m.
+// The fused-A GEMM: out[m, n] = sum over k of x[m, k] * weight[n, k], for few tokens m, and on demand
+// plus residual[m, n].
 //
 // With at most 64 tokens every weight is used a handful of times, so the time is that of reading the
 // weight once, at the speed of memory. Everything serves that stream:
@@ -18,7 +19,8 @@
 //
 // The sum of an element is taken in one fixed order: math warp kWarpsK-th by kWarpsK-th step of 16,
 // then over the warps, then over the blocks of the cluster. It does not depend on the number of
-// tokens, nor on tile_m, tile_n, tile_k or the depth of the rings.
+// tokens, nor on tile_m, tile_n, tile_k or the depth of the rings. The residual comes last, in fp32,
+// before the only rounding.
 
 #include <cuda_bf16.h>
 
@@ -53,11 +55,13 @@ struct SharedLayout {
 };
 
 template <int kTileM, int kTileN, int kTileK, int kStages, int kStagesX, int kWarpsK, int kWarpsN,
-          int kSplitK, int kCopyWarps, bool kPacked, bool kAlignedX, bool kWeightIsStatic>
+          int kSplitK, int kCopyWarps, bool kPacked, bool kAlignedX, bool kWeightIsStatic,
+          bool kHasResidual>
 __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
     fused_a_gemm(const __nv_bfloat16* weight, unsigned int n, unsigned int k,
                  const __nv_bfloat16* x, unsigned int num_tokens, long long x_row_stride,
-                 __nv_bfloat16* out, long long out_row_stride) {
+                 __nv_bfloat16* out, long long out_row_stride, const __nv_bfloat16* residual,
+                 long long residual_row_stride) {
   using Layout = SharedLayout<kTileM, kTileN, kTileK, kStages, kStagesX, kWarpsK, kSplitK>;
   constexpr int kMathWarps = kWarpsK * kWarpsN;
   constexpr int kThreads = 32 * (kMathWarps + 2 * kCopyWarps);
@@ -231,6 +235,35 @@ __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
     }
   }
 
+  // This thread's share of what the block stores, which is kOwned rows of every token. The thread
+  // that stores an element also fetches what is added to it, so that the residual may be `out`
+  // itself; and it does so here, while others still multiply.
+  constexpr unsigned int kOwned = kTileN / kSplitK;
+  constexpr unsigned int kShare = (kTileM * kOwned + kThreads - 1) / kThreads;
+  float addends[kHasResidual ? kShare : 1];
+  const auto for_share = [&](const auto& visit) {
+    if constexpr (kHasResidual) {
+#pragma unroll
+      for (unsigned int j = 0; j < kShare; ++j) {
+        const unsigned int i = threadIdx.x + j * kThreads;
+        if (i < num_tokens * kOwned) visit(i / kOwned, i % kOwned, addends[j]);
+      }
+    } else {
+      for (unsigned int i = threadIdx.x; i < num_tokens * kOwned; i += kThreads) {
+        visit(i / kOwned, i % kOwned, addends[0]);
+      }
+    }
+  };
+  if constexpr (kHasResidual) {
+    wait_for_predecessor(residual, out);  // over already, except for warps that copy the weight
+    for_share([&](unsigned int token, unsigned int i, float& addend) {
+      const unsigned int row = rank * kOwned + i;
+      if (row < rows) {
+        addend = __bfloat162float(residual[token * residual_row_stride + first_row + row]);
+      }
+    });
+  }
+
   __syncthreads();
   const auto sum_of_warps = [&](unsigned int token, unsigned int row) {
     float total = 0.0f;
@@ -240,16 +273,18 @@ __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
     }
     return total;
   };
-  const auto store = [&](unsigned int token, unsigned int row, float total) {
-    if (row < rows) out[token * out_row_stride + first_row + row] = __float2bfloat16(total);
+  const auto store = [&](unsigned int token, unsigned int row, float total, float addend) {
+    if (row < rows) {
+      if constexpr (kHasResidual) total += addend;
+      out[token * out_row_stride + first_row + row] = __float2bfloat16(total);
+    }
   };
   if constexpr (kSplitK == 1) {
-    for (unsigned int i = threadIdx.x; i < num_tokens * kTileN; i += kThreads) {
-      store(i / kTileN, i % kTileN, sum_of_warps(i / kTileN, i % kTileN));
-    }
+    for_share([&](unsigned int token, unsigned int row, float addend) {
+      store(token, row, sum_of_warps(token, row), addend);
+    });
   } else {
-    // Block `rank` of the cluster finishes rows rank * kOwned and following; all send it their sums.
-    constexpr unsigned int kOwned = kTileN / kSplitK;
+    // Block `rank` of the cluster finishes its kOwned rows; all send it their sums.
     float* inbox = reinterpret_cast<float*>(shared + Layout::kInbox);
     cluster_wait();  // every block of the cluster has begun, so its shared memory may be written
     for (unsigned int i = threadIdx.x; i < num_tokens * kTileN; i += kThreads) {
@@ -260,15 +295,14 @@ __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
     }
     cluster_arrive();
     cluster_wait();
-    for (unsigned int i = threadIdx.x; i < num_tokens * kOwned; i += kThreads) {
-      const unsigned int token = i / kOwned;
+    for_share([&](unsigned int token, unsigned int i, float addend) {
       float total = 0.0f;
 #pragma unroll
       for (unsigned int r = 0; r < kSplitK; ++r) {
-        total += inbox[(r * kTileM + token) * kOwned + i % kOwned];
+        total += inbox[(r * kTileM + token) * kOwned + i];
       }
-      store(token, rank * kOwned + i % kOwned, total);
-    }
+      store(token, rank * kOwned + i, total, addend);
+    });
   }
 }
 

@@ -60,6 +60,7 @@ def show_config() -> None:
 @click.option("--packed/--strided", default=None, help="GEMM: layout of x; both by default.")
 @click.option("--weight-is-static", is_flag=True, help="GEMM: for calls that make this promise.")
 @click.option("--batch-invariant", is_flag=True, help="GEMM: for calls with this flag.")
+@click.option("--residual", is_flag=True, help="GEMM: for calls that add one.")
 @click.option("--device", type=int, default=None, help="GPU ordinal; the current one by default.")
 def warmup(
     op: str,
@@ -74,6 +75,7 @@ def warmup(
     packed: bool | None,
     weight_is_static: bool,
     batch_invariant: bool,
+    residual: bool,
     device: int | None,
 ) -> None:
     """Compile the kernels that the tables may choose, into CuPy's disk cache."""
@@ -91,6 +93,7 @@ def warmup(
             strided=None if packed is None else not packed,
             weight_is_static=weight_is_static,
             batch_invariant=batch_invariant,
+            residual=residual,
             device=device,
         )
     except (ValueError, k3cupy.ToolchainError, k3cupy.CompileError) as error:

@@ -44,6 +44,14 @@ def inputs(
     return x, guarded(normal((n, k), 2 * seed + 1), device)
 
 
+def residual_of(
+    tokens: int, n: int, device: str = "cpu", *, seed: int = 0, **layout: Any
+) -> torch.Tensor:
+    """A residual with NaN around it, of values as large as a sum over some hundred columns."""
+    values = (normal((tokens, n), 1000 + seed).float() * 20).to(BF16)
+    return guarded(values, device, **layout)
+
+
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The float64 product of the same values."""
     wide = x.double()
@@ -51,16 +59,23 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts, dim=1)
 
 
-def assert_product(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
+def assert_product(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor | None = None,
+) -> None:
     """Finite, each row close as a whole, each element within rounding and accumulation."""
-    want, got = product(x, weight), out.double()
+    added = torch.zeros_like(out) if residual is None else residual
+    want, got = product(x, weight) + added, out.double()
     assert tuple(out.shape) == tuple(want.shape)
     assert out.dtype == BF16
     assert torch.isfinite(got).all(), "an element is not finite"
     error = (got - want).abs()
     # One error in fp32 for each of the K / 16 steps, and some for the sums of warps and blocks.
     steps = x.shape[1] / 16 + 64
-    limit = want.abs() * ROUNDING + product(x.abs(), weight.abs()) * steps * 2**-23
+    largest = product(x.abs(), weight.abs()) + added.abs()
+    limit = want.abs() * ROUNDING + largest * steps * 2**-23
     worst = int((error - limit).argmax())
     place = divmod(worst, want.shape[1])
     assert (error <= limit).all(), f"element {place}: {got[place]} for {want[place]}"
@@ -77,6 +92,7 @@ def run_and_check(
     x: torch.Tensor,
     weight: torch.Tensor,
     *,
+    residual: torch.Tensor | None = None,
     out_strides: Sequence[int] | None = None,
     shift: int = 0,
     **options: Any,
@@ -84,14 +100,15 @@ def run_and_check(
     """Run twice, once into a guarded `out`; compare everything, the inputs' bits included."""
     shape = (x.shape[0], weight.shape[0])
     box = Guarded(shape, BF16, x.device.type, strides=out_strides, shift=shift)
-    before, saved = box.snapshot(), [oracle.bits(t).clone() for t in (x, weight)]
-    assert op(x, weight, box.tensor, **options) is box.tensor
+    read = [x, weight] if residual is None else [x, weight, residual]
+    before, saved = box.snapshot(), [oracle.bits(t).clone() for t in read]
+    assert op(x, weight, box.tensor, residual=residual, **options) is box.tensor
     check_guards(box, before)
-    out = op(x, weight, **options)
+    out = op(x, weight, residual=residual, **options)
     assert out.is_contiguous()
     assert out.device == x.device
-    assert_product(out, x, weight)
+    assert_product(out, x, weight, residual)
     same_bits(box.tensor, out, "out= and a new output")
-    for tensor, bits in zip((x, weight), saved, strict=True):
+    for tensor, bits in zip(read, saved, strict=True):
         oracle.assert_same_bits(oracle.bits(tensor), bits, "input")
     return out

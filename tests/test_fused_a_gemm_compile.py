@@ -37,8 +37,8 @@ compiled that moves on every day. What the table of an sm_90 GPU names is always
 PARTS = {arch: 3 if arch == "sm_90" else 1 for arch in ARCHITECTURES}
 SHARED_MEMORY = {"sm_80": 166_912, "sm_86": 101_376, "sm_89": 101_376, "sm_120": 101_376}
 VARIANTS = [
-    FusedAGemmVariant(packed, aligned, static)
-    for packed, aligned, static in itertools.product((True, False), repeat=3)
+    FusedAGemmVariant(packed, aligned, static, residual)
+    for packed, aligned, static, residual in itertools.product((True, False), repeat=4)
     if aligned or not packed
 ]
 CONFIG = FusedAGemmConfig(16, 32, 128, 4, 2, 4, 1, 1, 2)
@@ -93,7 +93,7 @@ def code_problems(program: list[Instruction], variant: FusedAGemmVariant, arch: 
     if "HMMA" not in bases:
         problems.append("no tensor-core instruction")
     loads = [i for i in program if i.base == "LDG"]
-    if bool(loads) == variant.aligned_x:
+    if bool(loads) != (variant.has_residual or not variant.aligned_x):
         problems.append(f"ordinary loads: {loads}")
     waits, releases = (any(i.is_wait for i in program), any(i.is_release for i in program))
     if waits != (capability(arch) >= (9, 0)) or releases != waits:
@@ -152,6 +152,25 @@ def test_the_promise_moves_the_weight_before_the_wait() -> None:
         (program,) = sass_of(compile_cubin(SOURCE, [name], "sm_90").code).values()
         waits.append(sum(i.is_wait for i in program))
     assert waits == [2, 1]
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_residual_is_loaded_behind_a_wait(static: bool) -> None:
+    """By the same code as without, but for the loads, their wait and the additions."""
+    if not HAS_DISASSEMBLER:
+        pytest.skip(NO_DISASSEMBLER)
+    variant = FusedAGemmVariant(weight_is_static=static, has_residual=True)
+    for config in (CONFIG, replace(CONFIG, split_k=4)):
+        cubin = compile_cubin(SOURCE, [config.name_expression(variant)], "sm_90")
+        (program,) = sass_of(cubin.code).values()
+        waits = [n for n, i in enumerate(program) if i.is_wait]
+        loads = [n for n, i in enumerate(program) if i.base == "LDG"]
+        barriers = [n for n, i in enumerate(program) if i.base == "BAR"]
+        shares = -(-config.tile_m * config.tile_n // config.split_k // config.block_size)
+        assert len(waits) == (2 if static else 3)
+        assert len(loads) == shares
+        assert waits[-1] < loads[0]
+        assert loads[-1] < barriers[-1], "they are on their way while others multiply"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 import torch
 from array_helpers import numpy_of
-from gemm_helpers import assert_product, inputs, normal, op, run_and_check, same_bits, transposed_op
+from gemm_helpers import (
+    assert_product,
+    inputs,
+    normal,
+    op,
+    residual_of,
+    run_and_check,
+    same_bits,
+    transposed_op,
+)
 from helpers import BF16, E4M3, FP16, Guarded, every_other, moved, padded, refused
 
 import k3cupy
@@ -52,7 +61,7 @@ def put(case: str, name: str, value: Any, found: str, blamed: str = "") -> None:
 
 
 # Types
-for n in ("x", "weight", "out"):
+for n in ("x", "weight", "out", "residual"):
     for wrong in (FP16, torch.float32, torch.float64, torch.int16, torch.uint8, E4M3):
         make(f"case23-{n}-{wrong}", n, lambda t, d=wrong: t.to(d), str(wrong)[6:])
     make(f"meta-{n}", n, lambda t: t.to("meta"), "meta", ".*")
@@ -74,15 +83,17 @@ make("x-narrow", "x", lambda t: t[:, :112], "128", "weight")
 make("no-columns", "weight", lambda t: t[:0], "N = 0")
 put("too-many-rows", "x", torch.zeros(65, K, dtype=BF16), "65")
 for shape in ((M, N - 1), (M, N + 1), (M - 1, N), (M + 1, N), (M * N,), (1, M, N), (N, M)):
-    put(f"out-{shape}", "out", torch.zeros(shape, dtype=BF16), re.escape(str(list(shape))))
+    for n in ("out", "residual"):
+        put(f"{n}-{shape}", n, torch.zeros(shape, dtype=BF16), re.escape(str(list(shape))))
 
 # Strides
 make("x-inner-stride", "x", every_other, "inner stride 2")
 make("weight-inner-stride", "weight", every_other, "256, 2")
 make("weight-row-stride", "weight", lambda t: padded(t, 8)[:, :K], "136, 1")
 make("weight-expanded", "weight", lambda t: t[:1].expand(N, K), "0, 1")
-make("out-inner-stride", "out", every_other, "inner stride 2")
-make("out-transposed", "out", lambda t: t.T.contiguous().T, "inner stride 8")
+for n in ("out", "residual"):
+    make(f"{n}-inner-stride", n, every_other, "inner stride 2")
+    make(f"{n}-transposed", n, lambda t: t.T.contiguous().T, "inner stride 8")
 make("out-expanded", "out", lambda t: t[:1].expand(M, N), "0, 1")
 make("out-rows-overlap", "out", lambda t: t.flatten().as_strided((M, N), (N - 1, 1)), "47, 1")
 
@@ -112,7 +123,7 @@ def test_refused(device: str, name: str) -> None:
     case = CASES[name]
     x, weight = inputs(M, N, K, device)
     out = Guarded((M, N), BF16, device)
-    arguments = {"x": x, "weight": weight, "out": out.tensor}
+    arguments = {"x": x, "weight": weight, "out": out.tensor, "residual": residual_of(M, N, device)}
     for operation in (op, k3cupy.explain_fused_a_gemm):
         value = moved(case.change(arguments.get(case.name)), device)
         wrong = {**arguments, case.name: value}
@@ -232,11 +243,11 @@ def test_read_only_out() -> None:
 # Gradients
 
 
-@pytest.mark.parametrize("name", ["x", "weight", "out"])
+@pytest.mark.parametrize("name", ["x", "weight", "out", "residual"])
 def test_case25_tensors_that_require_grad(device: str, name: str) -> None:
     x, weight = inputs(M, N, K, device)
-    out = torch.zeros(M, N, dtype=BF16, device=device)
-    arguments = {"x": x, "weight": weight, "out": out}
+    out, residual = torch.zeros(M, N, dtype=BF16, device=device), residual_of(M, N, device)
+    arguments = {"x": x, "weight": weight, "out": out, "residual": residual}
     arguments[name] = arguments[name].clone().requires_grad_()
     for _ in range(2):
         text = refused(arguments, name, "grad", operation=op)
@@ -244,7 +255,7 @@ def test_case25_tensors_that_require_grad(device: str, name: str) -> None:
         assert not out.any()
         with torch.no_grad():
             op(**arguments)
-        assert_product(arguments["out"].detach(), x, weight)
+        assert_product(arguments["out"].detach(), x, weight, residual)
         out.detach().zero_()
     with torch.inference_mode():
         op(**arguments)
@@ -272,11 +283,12 @@ def test_case25_a_parameter_as_the_weight(device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pinned", [False, True], ids=["pageable", "pinned"])
-@pytest.mark.parametrize("name", ["x", "weight", "out"])
+@pytest.mark.parametrize("name", ["x", "weight", "out", "residual"])
 def test_case20_one_argument_on_the_cpu(name: str, pinned: bool) -> None:
     x, weight = inputs(M, N, K, "cuda")
     box = Guarded((M, N), BF16, "cuda")
-    arguments = {"x": x, "weight": weight, "out": box.tensor}
+    residual = residual_of(M, N, "cuda")
+    arguments = {"x": x, "weight": weight, "out": box.tensor, "residual": residual}
     there = arguments[name].cpu()
     wrong = {**arguments, name: there.pin_memory() if pinned else there}
     blamed = ".*" if name == "x" else name
@@ -285,18 +297,20 @@ def test_case20_one_argument_on_the_cpu(name: str, pinned: bool) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["weight", "out"])
+@pytest.mark.parametrize("name", ["weight", "out", "residual"])
 def test_case20_one_argument_on_the_gpu(name: str) -> None:
     x, weight = inputs(M, N, K)
-    arguments = {"x": x, "weight": weight, "out": torch.zeros(M, N, dtype=BF16)}
+    out, residual = torch.zeros(M, N, dtype=BF16), residual_of(M, N)
+    arguments = {"x": x, "weight": weight, "out": out, "residual": residual}
     refused({**arguments, name: arguments[name].cuda()}, name, "(?i)cuda|cpu", operation=op)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("name", ["weight", "out"])
+@pytest.mark.parametrize("name", ["weight", "out", "residual"])
 def test_case19_mixed_devices_are_refused(name: str) -> None:
     x, weight = inputs(M, N, K, "cuda:0")
-    arguments = {"x": x, "weight": weight, "out": torch.zeros(M, N, dtype=BF16, device="cuda:0")}
+    out, residual = torch.zeros(M, N, dtype=BF16, device="cuda:0"), residual_of(M, N, "cuda:0")
+    arguments = {"x": x, "weight": weight, "out": out, "residual": residual}
     refused({**arguments, name: arguments[name].to("cuda:1")}, name, "cuda:1", operation=op)
 
 

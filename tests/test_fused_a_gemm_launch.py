@@ -53,7 +53,8 @@ class FakeDevice:
     def run(
         self, form: Form, *tensors: torch.Tensor | None, config: Any = CONFIG, pdl: Any = None
     ) -> Any:
-        """Plan and run a call of (x, weight, out)."""
+        """Plan and run a call of (x, weight, out) and perhaps the residual."""
+        tensors += (None,) * (4 - len(tensors))
         plan = make_plan(form, tensors, Options(pdl, True, False, config), None)
         return plan.run(tensors, [0 if t is None else t.data_ptr() for t in tensors], None)
 
@@ -69,6 +70,7 @@ def test_a_launch(device: FakeDevice) -> None:
     out = device.run(FRIENDLY, x, weight, None)
     assert out.shape == (9, 100)
     assert device.loaded == [CONFIG.name_expression(k3cupy.FusedAGemmVariant(False, True, True))]
+    assert device.loaded[0].endswith("false, true, true, false>")
     assert device.limits == [CONFIG.shared_bytes]
     assert device.settings == {
         "grid": 4,
@@ -80,7 +82,8 @@ def test_a_launch(device: FakeDevice) -> None:
     ((stream, arguments),) = device.launches
     assert stream == STREAM
     pointers = (weight.data_ptr(), x.data_ptr(), out.data_ptr())
-    w, n, k, x_at, tokens, x_stride, out_at, out_stride = arguments
+    w, n, k, x_at, tokens, x_stride, out_at, out_stride, *residual = arguments
+    assert residual == [0, 0]
     assert (w, x_at, out_at) == pointers
     assert (n, k, tokens) == (100, 128, 9)
     assert {type(value) for value in (n, k, tokens)} == {np.uint32}
@@ -95,8 +98,34 @@ def test_the_public_form_and_strides_of_out(device: FakeDevice) -> None:
     assert not device.settings["pdl"]
     ((_, arguments),) = device.launches
     assert arguments[0] == weight.data_ptr()
-    assert arguments[6:] == [wide.data_ptr() + 32, 160]
-    assert "true, true, true>" in device.loaded[0]
+    assert arguments[6:] == [wide.data_ptr() + 32, 160, 0, 0]
+    assert "true, true, true, false>" in device.loaded[0]
+
+
+def test_a_residual(device: FakeDevice) -> None:
+    """Its instance, its address and its row stride; a plan serves another address."""
+    x, weight = inputs(9, 100, 128)
+    residual = torch.zeros(9, 107, dtype=x.dtype)[:, 3:103]
+    out = device.run(FRIENDLY, x, weight, None, residual)
+    assert device.loaded == [
+        CONFIG.name_expression(k3cupy.FusedAGemmVariant(True, True, True, True))
+    ]
+    assert device.loaded[0].endswith("true, true, true, true>")
+    ((_, arguments),) = device.launches
+    assert arguments[6:] == [out.data_ptr(), 100, residual.data_ptr(), 107]
+
+
+def test_a_residual_in_place(device: FakeDevice) -> None:
+    """Equal addresses are launched; a plan of the same layouts refuses what overlaps in part."""
+    x, weight = inputs(9, 100, 128)
+    rows = torch.zeros(10, 100, dtype=x.dtype)
+    out = rows[:9]
+    assert device.run(FRIENDLY, x, weight, out, out) is out
+    ((_, arguments),) = device.launches
+    assert arguments[6:] == [out.data_ptr(), 100, out.data_ptr(), 100]
+    with pytest.raises(ValueError, match=r"^out: expected memory apart from residual"):
+        device.run(FRIENDLY, x, weight, out, rows[1:])
+    assert len(device.launches) == 1
 
 
 def test_one_row_has_no_stride(device: FakeDevice) -> None:
@@ -104,14 +133,14 @@ def test_one_row_has_no_stride(device: FakeDevice) -> None:
     device.run(FRIENDLY, x.as_strided((1, 128), (2**62, 1)), weight, None)
     ((_, arguments),) = device.launches
     assert arguments[5] == 0
-    assert "true, true, true>" in device.loaded[0], "packed"
+    assert "true, true, true, false>" in device.loaded[0], "packed"
 
 
 def test_a_plan_serves_other_addresses(device: FakeDevice) -> None:
     first, second = inputs(9, 100, 128), inputs(9, 100, 128)
-    plan = make_plan(FRIENDLY, (*first, None), Options(None, False, False, None), None)
+    plan = make_plan(FRIENDLY, (*first, None, None), Options(None, False, False, None), None)
     outs = [
-        plan.run((x, weight, None), [x.data_ptr(), weight.data_ptr(), 0], None)
+        plan.run((x, weight, None, None), [x.data_ptr(), weight.data_ptr(), 0, 0], None)
         for x, weight in (first, second)
     ]
     assert len(outs) == 2, "both are kept, so that they are not one piece of memory"

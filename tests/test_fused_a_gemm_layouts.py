@@ -29,7 +29,7 @@ from k3cupy.ops.fused_a_gemm_validate import FRIENDLY, validate
 
 def variant_of(x: Any, weight: Any) -> k3cupy.FusedAGemmVariant:
     """Which kernel a call asks for; known on the CPU too, where none runs."""
-    return validate(FRIENDLY, (x, weight, None), weight_is_static=False).variant
+    return validate(FRIENDLY, (x, weight, None, None), weight_is_static=False).variant
 
 
 def path_of(x: Any, weight: Any) -> str:
@@ -152,7 +152,7 @@ def test_the_decision_says_what_is_not_aligned(device: str) -> None:
     weight = normal((48, 128), 1).to(device)
     storage = torch.zeros(4, 6285, dtype=BF16, device=device)
     for x, words in ((storage[:, :128], "6285"), (storage[:1, 1:129], "2 bytes past")):
-        problem = validate(FRIENDLY, (x, weight, None), weight_is_static=False)
+        problem = validate(FRIENDLY, (x, weight, None, None), weight_is_static=False)
         assert problem.slow_reason is not None
         assert problem.slow_reason.startswith("x is not aligned")
         assert words in problem.slow_reason

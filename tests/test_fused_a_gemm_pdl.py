@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gemm_helpers import assert_product, normal, op
+from gemm_helpers import assert_product, normal, op, residual_of
 from helpers import BF16
 from stream_helpers import captured
 from toolchain_helpers import write
@@ -111,6 +111,29 @@ def test_a_predecessor_that_writes_late(
         op(xs[i if late != "weight" else 0], weights[i if late != "x" else 0], pdl=False)
         for i in (0, 1)
     ]
+    assert wrong_values(step, wants) == 0
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_a_residual_that_comes_late(
+    tokens: int,
+    in_place: bool,
+    static: bool,
+    copy_late: Callable[[torch.Tensor, torch.Tensor], None],
+) -> None:
+    """It waits for its producer, whatever was promised about the weight."""
+    x, weight = normal((tokens, 1536), 1, "cuda"), normal((528, 1536), 2, "cuda")
+    residuals = [residual_of(tokens, 528, "cuda", seed=seed) for seed in (3, 4)]
+    residual = residuals[0].clone()
+
+    def step(i: int) -> torch.Tensor:
+        copy_late(residuals[i], residual)
+        out = residual if in_place else None
+        return op(x, weight, out, residual=residual, weight_is_static=static).clone()
+
+    wants = [op(x, weight, residual=each, pdl=False) for each in residuals]
     assert wrong_values(step, wants) == 0
 
 

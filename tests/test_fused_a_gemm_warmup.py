@@ -58,6 +58,9 @@ def test_warmup_of_promises_and_layouts(gpu: FakeGpu) -> None:
     warmup(shapes=[SHAPE], tokens=5, vector=False)
     assert set(gpu.compiled) == names_of([5], variant(False, False, False))
     gpu.compiled.clear()
+    warmup(shapes=[SHAPE], tokens=5, strided=False, residual=[False, True])
+    assert set(gpu.compiled) == names_of([5], variant(), variant(has_residual=True))
+    gpu.compiled.clear()
     warmup(shapes=[SHAPE], tokens=64, strided=False, weight_is_static=True, batch_invariant=True)
     assert set(gpu.compiled) <= names_of([64], variant(True, True, True), invariant=True)
 
@@ -114,6 +117,7 @@ def test_arguments(options: dict[str, Any], text: str, gpu: FakeGpu) -> None:
         {"strided": False},
         {"weight_is_static": True},
         {"batch_invariant": True},
+        {"residual": True},
     ],
     ids=str,
 )
@@ -142,6 +146,12 @@ def test_the_command(gpu: FakeGpu) -> None:
     names = names_of([1, 16], k3cupy.FusedAGemmVariant(True, True, True))
     assert set(gpu.compiled) == names
     assert f"{len(names)} kernels are ready" in output
+
+
+def test_the_command_for_a_residual(gpu: FakeGpu) -> None:
+    code, _ = run("--shape", "2112x7168", "--tokens", "1", "--packed", "--residual")
+    assert code == 0
+    assert set(gpu.compiled) == names_of([1], k3cupy.FusedAGemmVariant(has_residual=True))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -73,13 +74,24 @@ class Layout:
         arguments: of the operation.
         views: the tensors of a validated call.
         written: names of the tensors that the call writes.
+        in_place: names of inputs that may be an output itself, element by element, because what
+            writes an element is what read it.
     """
 
     def __init__(
-        self, arguments: Arguments, views: Mapping[str, TensorView], written: Iterable[str]
+        self,
+        arguments: Arguments,
+        views: Mapping[str, TensorView],
+        written: Iterable[str],
+        in_place: Iterable[str] = (),
     ) -> None:
         self._arguments = arguments
         self._names = tuple(name for name in written if name in views)
+        self._in_place = {
+            (arguments.index(target), arguments.index(name))
+            for target, name in itertools.product(self._names, in_place)
+            if name in views and checks.are_laid_out_alike(views[target], views[name])
+        }
         spans = {arguments.index(name): v.span for name, v in views.items()}
         pairs = []
         for name in self._names:
@@ -89,7 +101,7 @@ class Layout:
         self._written = tuple(pairs)
 
     def check(self, values: Values, addresses: list[int]) -> None:
-        """Refuse an output that shares memory with another argument."""
+        """Refuse an output that shares memory with another argument, but for one that may be it."""
         suspicious = False
         for target, length, others in self._written:
             start = addresses[target]
@@ -97,9 +109,13 @@ class Layout:
             for index, span in others:
                 other = addresses[index]
                 if other < end and start < other + span:
-                    suspicious = True
+                    same = other == start and (target, index) in self._in_place
+                    suspicious = suspicious or not same
         if suspicious:
             views = self._arguments.views(values)
             read = {name: v for name, v in views.items() if name not in self._names}
+            for target, index in self._in_place:
+                if addresses[target] == addresses[index]:
+                    del read[self._arguments.names[index]]
             written = {name: v for name, v in views.items() if name in self._names}
             checks.check_no_overlap(written, read)

@@ -127,6 +127,12 @@ def is_packed(v: TensorView) -> bool:
     return v.size == 0 or all(extent == 1 or stride == want for extent, stride, want in axes)
 
 
+def are_laid_out_alike(a: TensorView, b: TensorView) -> bool:
+    """Return whether equal addresses make two tensors the same elements at the same places."""
+    axes = zip(a.shape, a.strides, b.strides, strict=True)
+    return a.shape == b.shape and all(extent == 1 or left == right for extent, left, right in axes)
+
+
 def check_packed(name: str, v: TensorView) -> None:
     """Accept only a contiguous tensor."""
     if not is_packed(v):

@@ -23,6 +23,7 @@ def fused_a_gemm(
     weight: Any,
     out: Any = None,
     *,
+    residual: Any = None,
     pdl: bool | None = None,
     weight_is_static: bool = False,
     batch_invariant: bool = False,
@@ -31,9 +32,10 @@ def fused_a_gemm(
 ) -> Any:
     """Multiply up to 64 tokens with a weight: ``out[m, n] = sum over k of x[m, k] * weight[n, k]``.
 
-    bfloat16 in and out, float32 sums, one rounding. The same inputs give the same bits, run after
-    run. Tensors may come from PyTorch, CuPy, NumPy, JAX or any DLPack producer, all on one CUDA
-    device, or all on the CPU, where the same function runs in NumPy.
+    bfloat16 in and out, float32 sums, one rounding, before which a residual is added where given.
+    The same inputs give the same bits, run after run. Tensors may come from PyTorch, CuPy, NumPy,
+    JAX or any DLPack producer, all on one CUDA device, or all on the CPU, where the same function
+    runs in NumPy.
 
     Args:
         x: [M, K] bfloat16, M from 0 to 64, K a multiple of 16. Inner stride 1, row stride free: x
@@ -42,9 +44,11 @@ def fused_a_gemm(
         weight: [N, K] bfloat16, contiguous, at a multiple of 16 bytes.
         out: [M, N] bfloat16, to be written and returned instead of a new tensor. Inner stride 1,
             rows apart from one another.
+        residual: [M, N] bfloat16, added to the sums in float32. Inner stride 1, row stride and
+            address free. It may be ``out`` itself, to add in place; another overlap is refused.
         pdl: programmatic dependent launch. None: on, where the GPU has it (sm_90 and newer).
             False: the launch waits for the end of the preceding kernel. The kernel itself waits for
-            its predecessor before it reads x, so both are safe.
+            its predecessor before it reads x or the residual, so both are safe.
         weight_is_static: a promise: the preceding kernel does not write the weight, which may then
             be fetched before that kernel has ended.
         batch_invariant: the bits of a row depend neither on M nor on the other rows.
@@ -68,6 +72,10 @@ def fused_a_gemm(
         >>> weight = torch.randn(2304, 1536, dtype=torch.bfloat16)
         >>> k3cupy.fused_a_gemm(x[:, :1536], weight).shape
         torch.Size([4, 2304])
+        >>> residual = torch.randn(4, 2304, dtype=torch.bfloat16)
+        >>> out = k3cupy.fused_a_gemm(x[:, :1536], weight, residual, residual=residual)  # in place
+        >>> out is residual
+        True
     """
     if config is not None:
         check_config(config)
@@ -77,9 +85,8 @@ def fused_a_gemm(
         or type(pdl) not in _OPTIONAL
     ):
         _check_flags(pdl, weight_is_static, batch_invariant)
-    return _run(
-        FRIENDLY, (x, weight, out), (pdl, weight_is_static, batch_invariant, config), stream
-    )
+    values, options = (x, weight, out, residual), (pdl, weight_is_static, batch_invariant, config)
+    return _run(FRIENDLY, values, options, stream)
 
 
 def dsv3_fused_a_gemm(output: Any, mat_a: Any, mat_b: Any, enable_pdl: bool = False) -> None:
@@ -107,7 +114,7 @@ def dsv3_fused_a_gemm(output: Any, mat_a: Any, mat_b: Any, enable_pdl: bool = Fa
         tensor(128., dtype=torch.bfloat16)
     """
     checks.check_flags(enable_pdl=enable_pdl)
-    _run(PUBLIC, (mat_a, mat_b, output), (enable_pdl, enable_pdl, False, None), None)
+    _run(PUBLIC, (mat_a, mat_b, output, None), (enable_pdl, enable_pdl, False, None), None)
 
 
 def explain_fused_a_gemm(
@@ -115,6 +122,7 @@ def explain_fused_a_gemm(
     weight: Any,
     out: Any = None,
     *,
+    residual: Any = None,
     pdl: bool | None = None,
     weight_is_static: bool = False,
     batch_invariant: bool = False,
@@ -136,7 +144,8 @@ def explain_fused_a_gemm(
     """
     _check_flags(pdl, weight_is_static, batch_invariant)
     options = Options(pdl, weight_is_static, batch_invariant, check_config(config))
-    problem = validate(FRIENDLY, (x, weight, out), weight_is_static=weight_is_static)
+    values = (x, weight, out, residual)
+    problem = validate(FRIENDLY, values, weight_is_static=weight_is_static)
     checks.check_grad(problem.views)
     return decide(problem, options)
 

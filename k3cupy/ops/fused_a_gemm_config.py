@@ -37,11 +37,13 @@ class FusedAGemmVariant:
         aligned_x: every row of x begins at a multiple of 16 bytes; else x is read element by
             element.
         weight_is_static: the promise that the weight is older than the preceding kernel.
+        has_residual: a residual is added.
     """
 
     packed: bool = True
     aligned_x: bool = True
     weight_is_static: bool = False
+    has_residual: bool = False
 
 
 @dataclass(frozen=True)

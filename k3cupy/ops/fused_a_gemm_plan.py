@@ -9,13 +9,15 @@ import ml_dtypes
 import numpy as np
 
 from k3cupy.ops import checks, cuda_call, outputs
-from k3cupy.ops.arguments import Layout, Values
+from k3cupy.ops.arguments import Values
 from k3cupy.ops.cuda_call import CudaOutput, CudaPlace
 from k3cupy.ops.decision import Decision
 from k3cupy.ops.fused_a_gemm_choice import choose
 from k3cupy.ops.fused_a_gemm_config import FusedAGemmConfig
 from k3cupy.ops.fused_a_gemm_validate import (
     OUT,
+    RESIDUAL,
+    RESIDUAL_NAME,
     WEIGHT,
     Form,
     FusedAGemmProblem,
@@ -29,7 +31,7 @@ from k3cupy.runtime import devices, launch, streams, tensors
 from k3cupy.runtime.tensors import TensorView
 
 _DTYPE = "bfloat16"
-_KERNEL_WEIGHT, _KERNEL_X, _KERNEL_OUT = 0, 3, 6
+_KERNEL_WEIGHT, _KERNEL_X, _KERNEL_OUT, _KERNEL_RESIDUAL = 0, 3, 6, 8
 """Places of the pointers among the kernel's arguments."""
 
 
@@ -111,7 +113,7 @@ class _ReferencePlan:
 
     def __init__(self, problem: FusedAGemmProblem) -> None:
         self._form = problem.form
-        self._layout = Layout(problem.form.arguments, problem.views, (problem.form.out,))
+        self._layout = problem.layout()
         self._framework = problem.x.framework
         shape = (problem.num_tokens, problem.n)
         self._allocate = outputs.allocator(self._framework, shape, _DTYPE, None)
@@ -120,11 +122,15 @@ class _ReferencePlan:
         self._layout.check(values, addresses)
         form, given = self._form, values[OUT]
         out = self._allocate() if given is None else given
-        views = form.arguments.views((values[X], values[WEIGHT], out))
-        x, weight, target = (
-            tensors.as_numpy(views[name], ml_dtypes.bfloat16) for name in form.arguments.names
+        views = form.arguments.views((values[X], values[WEIGHT], out, values[RESIDUAL]))
+        arrays = {name: tensors.as_numpy(v, ml_dtypes.bfloat16) for name, v in views.items()}
+        weight = arrays[form.weight]
+        fused_a_gemm_reference(
+            arrays[form.x],
+            weight.T if form.is_transposed else weight,
+            arrays[form.out],
+            arrays.get(RESIDUAL_NAME),
         )
-        fused_a_gemm_reference(x, weight.T if form.is_transposed else weight, target)
         return outputs.finish(self._framework, out, _DTYPE) if given is None else out
 
 
@@ -133,7 +139,7 @@ class _CudaPlan:
 
     def __init__(self, problem: FusedAGemmProblem, decision: Decision, stream: Any) -> None:
         form = problem.form
-        self._layout = Layout(form.arguments, problem.views, (form.out,))
+        self._layout = problem.layout()
         self._place = CudaPlace(problem.views, form.x)
         self._current_stream = self._place.current_stream
         self._output = CudaOutput(self._place, (problem.num_tokens, problem.n), _DTYPE)
@@ -145,7 +151,7 @@ class _CudaPlan:
         config: FusedAGemmConfig = decision.config
         kernel = self._place.load(config.instance(problem.variant), stream)
         kernel.allow_shared_memory(config.shared_bytes)
-        out = problem.views.get(problem.form.out)
+        out, residual = problem.out, problem.residual
         self._arguments = [
             0,
             np.uint32(problem.n),
@@ -155,6 +161,8 @@ class _CudaPlan:
             _row_stride(problem.x),
             0,
             problem.n if out is None else _row_stride(out),
+            0,
+            0 if residual is None else _row_stride(residual),
         ]
         self._launch = launch.make_launcher(
             self._place.device,
@@ -180,6 +188,7 @@ class _CudaPlan:
             arguments[_KERNEL_WEIGHT] = addresses[WEIGHT]
             arguments[_KERNEL_X] = addresses[X]
             arguments[_KERNEL_OUT] = out_address
+            arguments[_KERNEL_RESIDUAL] = addresses[RESIDUAL]
             self._launch(handle, arguments)
         if stream is not None:
             outputs.keep_for_stream([*values, out], self._place.device, handle)

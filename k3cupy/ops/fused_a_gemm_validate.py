@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from k3cupy.ops import checks
-from k3cupy.ops.arguments import Arguments, Values
+from k3cupy.ops.arguments import Arguments, Layout, Values
 from k3cupy.ops.fused_a_gemm_config import (
     K_MULTIPLE,
     MAX_TOKENS,
@@ -16,8 +16,11 @@ from k3cupy.ops.fused_a_gemm_config import (
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.tensors import ALIGNMENT, TensorView
 
-X, WEIGHT, OUT = range(3)
+X, WEIGHT, OUT, RESIDUAL = range(4)
 """Places of the tensors among a call's values, whatever the function calls them."""
+
+RESIDUAL_NAME = "residual"
+"""The public signature has none: there a call's values carry None in its place."""
 
 _MAX_EXTENT = 1 << 31
 
@@ -30,14 +33,14 @@ class Form:
         weight: name of the weight.
         out: name of the output.
         is_transposed: the weight comes as [K, N] with strides (1, K).
-        arguments: the three, in the order of ``X``, ``WEIGHT``, ``OUT``.
+        arguments: those and the residual, in the order of ``X``, ``WEIGHT``, ``OUT``, ``RESIDUAL``.
     """
 
     def __init__(self, x: str, weight: str, out: str, *, is_transposed: bool) -> None:
         self.x, self.weight, self.out = x, weight, out
         self.is_transposed = is_transposed
         self.arguments = Arguments(
-            (x, weight, out), (x, weight, out) if is_transposed else (x, weight)
+            (x, weight, out, RESIDUAL_NAME), (x, weight, out) if is_transposed else (x, weight)
         )
 
 
@@ -72,13 +75,27 @@ class FusedAGemmProblem:
         """The input."""
         return self.views[self.form.x]
 
+    @property
+    def out(self) -> TensorView | None:
+        """The output that the caller gave."""
+        return self.views.get(self.form.out)
+
+    @property
+    def residual(self) -> TensorView | None:
+        """What is added."""
+        return self.views.get(RESIDUAL_NAME)
+
+    def layout(self) -> Layout:
+        """Return the check of a call's addresses: the output apart from all but the residual."""
+        return Layout(self.form.arguments, self.views, (self.form.out,), (RESIDUAL_NAME,))
+
 
 def validate(form: Form, values: Values, *, weight_is_static: bool) -> FusedAGemmProblem:
     """Check everything that the host can see.
 
     Args:
         form: which function was called.
-        values: its tensors, in the order of ``X``, ``WEIGHT``, ``OUT``.
+        values: its tensors, in the order of ``X``, ``WEIGHT``, ``OUT``, ``RESIDUAL``.
         weight_is_static: the promise.
 
     Raises:
@@ -96,13 +113,18 @@ def validate(form: Form, values: Values, *, weight_is_static: bool) -> FusedAGem
         checks.check_writable(form.out, out)
         checks.check_strides(form.out, out)
         checks.check_rows_apart(form.out, out)
+    residual = views.get(RESIDUAL_NAME)
+    if residual is not None:
+        checks.check_strides(RESIDUAL_NAME, residual)
     checks.check_devices(views)
     slow_reason = checks.misalignment(form.x, x, strides_are_64_bit=True)
     packed = slow_reason is None and checks.is_packed(x)
     return FusedAGemmProblem(
         form=form,
         views={name: replace(v, owner=None) for name, v in views.items()},
-        variant=FusedAGemmVariant(packed, slow_reason is None, weight_is_static),
+        variant=FusedAGemmVariant(
+            packed, slow_reason is None, weight_is_static, residual is not None
+        ),
         num_tokens=num_tokens,
         n=n,
         k=k,
@@ -175,8 +197,9 @@ def _check_shapes(form: Form, views: dict[str, TensorView]) -> tuple[int, int, i
         )
     if not 0 < n < _MAX_EXTENT:
         checks.reject(form.weight, f"N from 1 to {_MAX_EXTENT - 1}", f"N = {n}")
-    if form.out in views:
-        checks.check_shape(form.out, views[form.out], (num_tokens, n))
+    for name in (form.out, RESIDUAL_NAME):
+        if name in views:
+            checks.check_shape(name, views[name], (num_tokens, n))
     return num_tokens, n, k
 
 

@@ -28,7 +28,7 @@ class GemmCalls:
     Attributes:
         shapes: (N, K) of the weights.
         tokens: every M.
-        variants: layouts of x and the promise, in all their combinations.
+        variants: layouts of x, the promise and the residual, in all their combinations.
         batch_invariant: both values may be there.
         config: None for the table.
     """
@@ -62,6 +62,7 @@ def gemm_calls(
     vector: Sequence[bool],
     weight_is_static: Sequence[bool],
     batch_invariant: Sequence[bool],
+    residual: Sequence[bool],
     config: Any,
 ) -> GemmCalls:
     """Check the arguments of ``warmup``.
@@ -86,8 +87,10 @@ def gemm_calls(
         if not given:
             checks.reject(name, "at least one", "none")
     variants = dict.fromkeys(
-        FusedAGemmVariant(packed=wide and not apart, aligned_x=wide, weight_is_static=static)
-        for apart, wide, static in itertools.product(strided, vector, weight_is_static)
+        FusedAGemmVariant(wide and not apart, wide, static, adds)
+        for apart, wide, static, adds in itertools.product(
+            strided, vector, weight_is_static, residual
+        )
     )
     return GemmCalls(
         shapes=tuple((n, k) for n, k in pairs),

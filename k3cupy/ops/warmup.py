@@ -55,6 +55,7 @@ def warmup(
     strided: bool | Sequence[bool] | None = None,
     weight_is_static: bool | Sequence[bool] = False,
     batch_invariant: bool | Sequence[bool] = False,
+    residual: bool | Sequence[bool] = False,
     device: int | None = None,
     max_workers: int | None = None,
     progress: bool = True,
@@ -82,6 +83,7 @@ def warmup(
         weight_is_static: GEMM: instances for that promise, which ``dsv3_fused_a_gemm`` makes with
             ``enable_pdl=True``.
         batch_invariant: GEMM: instances for that flag.
+        residual: GEMM: instances that add one.
         device: GPU ordinal; by default the current one.
         max_workers: compiling threads; by default one per CPU core, 16 at most.
         progress: show a progress bar on standard error.
@@ -118,6 +120,7 @@ def warmup(
             _flags(vector),
             _flags(weight_is_static),
             _flags(batch_invariant),
+            _flags(residual),
             config,
         )
         ordinal = _checked_device(device)
@@ -129,6 +132,7 @@ def warmup(
         strided=strided,
         weight_is_static=weight_is_static or None,
         batch_invariant=batch_invariant or None,
+        residual=residual or None,
     )
     check_split(split)
     prefill_config = check_config(config)

@@ -1,0 +1,407 @@
+"""The fused-A GEMM with a residual: values, layouts, adding in place, bits, late producers."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from array_helpers import cupy_of, jax_of, numpy_of, torch_of
+from gemm_helpers import (
+    TOKENS,
+    assert_product,
+    inputs,
+    normal,
+    op,
+    product,
+    residual_of,
+    run_and_check,
+    same_bits,
+)
+from helpers import BF16, Guarded, Producer, check_guards, guarded, refused, run_child
+from memory_helpers import (
+    before_a_forbidden_page,
+    before_unmapped_gpu_memory,
+    gibibytes,
+)
+from stream_helpers import SLEEP_CYCLES, captured
+
+import k3cupy
+from k3cupy import projections
+
+SHAPES = [(48, 128), (2096, 192), (7, 80), (1, 16), (1152, 1536), (33, 7168)]
+
+
+# Values
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_values(device: str, tokens: int) -> None:
+    for n, k in SHAPES:
+        x, weight = inputs(tokens, n, k, device, seed=n + k)
+        run_and_check(x, weight, residual=residual_of(tokens, n, device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 8, 9, 32, 64])
+def test_projections_of_the_model(tokens: int) -> None:
+    for p in projections.shapes()[::4]:
+        x, weight = normal((tokens, p.k), 1, "cuda"), normal((p.n, p.k), 2, "cuda")
+        residual = residual_of(tokens, p.n, "cuda")
+        assert_product(op(x, weight, residual=residual), x, weight, residual)
+
+
+def test_sums_that_are_exact(device: str) -> None:
+    """Small integers: the float64 sum is a bf16 number, whatever the order."""
+    rng = torch.Generator().manual_seed(3)
+    x = torch.randint(-1, 2, (16, 64), generator=rng).to(BF16).to(device)
+    weight = torch.randint(-1, 2, (48, 64), generator=rng).to(BF16).to(device)
+    residual = torch.randint(-128, 129, (16, 48), generator=rng).to(BF16).to(device)
+    want = product(x, weight) + residual.double()
+    assert want.abs().max() <= 256
+    assert torch.equal(op(x, weight, residual=residual).double(), want)
+
+
+def test_each_element_gets_its_own(device: str) -> None:
+    """A product of zeros leaves the residual, bit by bit."""
+    for tokens, n in ((1, 7), (9, 48), (33, 100), (64, 2096)):
+        x, weight = inputs(tokens, n, 64, device)
+        residual = residual_of(tokens, n, device)
+        same_bits(op(torch.zeros_like(x), weight, residual=residual), residual)
+
+
+def test_it_is_added_before_the_only_rounding(device: str) -> None:
+    """257 alone would round to 256, and 256 + 0.5 to 256 again; 257.5 is nearer to 258."""
+    weight = torch.zeros(16, 16, dtype=BF16, device=device)
+    weight[:, 0], weight[:, 1] = 256, torch.arange(16)
+    x = torch.zeros(2, 16, dtype=BF16, device=device)
+    x[:, :2] = 1
+    residual = torch.tensor([0.5, -0.5]).to(BF16).to(device)[:, None].expand(2, 16).contiguous()
+    exact = 256.0 + torch.arange(16) + residual.cpu().float()
+    got = op(x, weight, residual=residual).cpu()
+    assert torch.equal(got, exact.to(BF16))
+    twice = (256.0 + torch.arange(16)).to(BF16).float() + residual.cpu().float()
+    assert not torch.equal(got, twice.to(BF16))
+
+
+def test_case15_no_tokens(device: str) -> None:
+    weight = normal((48, 128), 0).to(device)
+    x, residual = (torch.empty(0, width, dtype=BF16, device=device) for width in (128, 48))
+    assert op(x, weight, residual=residual).shape == (0, 48)
+    assert op(x, weight, residual, residual=residual) is residual
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("tokens", [1, 9, 33])
+def test_a_poisoned_element_stays_alone(device: str, tokens: int, poison: float) -> None:
+    x, weight = inputs(tokens, 100, 1536, device)
+    residual = residual_of(tokens, 100, device)
+    clean = op(x, weight, residual=residual)
+    for row, column in ((0, 0), (tokens - 1, 99), (tokens // 2, 17)):
+        poisoned = residual.clone()
+        poisoned[row, column] = poison
+        out = op(x, weight, residual=poisoned)
+        torch.testing.assert_close(
+            out[row, column].cpu(), torch.tensor(poison).to(BF16), equal_nan=True
+        )
+        out[row, column] = clean[row, column]
+        same_bits(out, clean)
+
+
+def test_a_poisoned_row_of_x_stays_alone(device: str) -> None:
+    x, weight = inputs(9, 48, 1536, device)
+    residual = residual_of(9, 48, device)
+    clean = op(x, weight, residual=residual)
+    x[4, 777] = float("nan")
+    out = op(x, weight, residual=residual)
+    assert out[4].isnan().all()
+    out[4] = clean[4]
+    same_bits(out, clean)
+
+
+# Layouts
+
+
+@pytest.mark.parametrize("stride", [48, 49, 50, 64, 1000, 0, 1, 47])
+@pytest.mark.parametrize("shift", [0, 2, 4, 8])
+def test_row_strides_and_addresses(device: str, stride: int, shift: int) -> None:
+    """Also rows that overlap one another, and one row for all tokens."""
+    x, weight = inputs(9, 48, 128, device)
+    flat = guarded(normal((8 * stride + 48,), 3), device, shift=shift)
+    residual = flat.as_strided((9, 48), (stride, 1))
+    out = run_and_check(x, weight, residual=residual)
+    same_bits(op(x, weight, residual=residual.contiguous()), out)
+
+
+def test_one_row_or_one_column_has_any_stride(device: str) -> None:
+    for tokens, n in ((1, 48), (9, 1)):
+        x, weight = inputs(tokens, n, 64, device)
+        values = residual_of(tokens, n)
+        for strides in ((0, 1), (7, 1), (2**40, 1)) if tokens == 1 else ((5, 3), (1, 9)):
+            residual = guarded(values, device, strides=strides)
+            run_and_check(x, weight, residual=residual)
+
+
+def test_with_every_layout_of_x(device: str) -> None:
+    x, weight = inputs(9, 48, 128, device)
+    residual = residual_of(9, 48, device)
+    want = run_and_check(x, weight, residual=residual)
+    for stride, shift in ((136, 0), (129, 0), (128, 2)):
+        other = guarded(x.cpu(), device, strides=(stride, 1), shift=shift)
+        same_bits(run_and_check(other, weight, residual=residual, out_strides=(51, 1)), want)
+
+
+def test_a_residual_that_shares_memory_with_inputs(device: str) -> None:
+    """Both are only read."""
+    x, _ = inputs(9, 48, 128, device)
+    weight = guarded(normal((128, 128), 5), device)
+    run_and_check(x, weight, residual=x)
+    run_and_check(x, weight, residual=weight[3:12])
+
+
+# In place
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 64])
+@pytest.mark.parametrize("strides", [None, (2101, 1)], ids=["packed", "strided"])
+def test_in_place(device: str, tokens: int, strides: tuple[int, int] | None) -> None:
+    x, weight = inputs(tokens, 2096, 192, device)
+    values = residual_of(tokens, 2096, device)
+    want = op(x, weight, residual=values)
+    for shift in (0, 2):
+        box = Guarded((tokens, 2096), BF16, device, strides=strides, shift=shift)
+        before = box.snapshot()
+        for same in (box.tensor, box.tensor[:], box.tensor.view(tokens, 2096)):
+            box.tensor.copy_(values)
+            assert op(x, weight, box.tensor, residual=same) is box.tensor
+            check_guards(box, before)
+            same_bits(box.tensor, want)
+
+
+def test_in_place_again_and_again(device: str) -> None:
+    """Each call adds once more: exact in small integers."""
+    x, weight = torch.ones(5, 16).to(BF16).to(device), torch.ones(40, 16).to(BF16).to(device)
+    out = torch.zeros(5, 40, dtype=BF16, device=device)
+    for i in range(1, 9):
+        op(x, weight, out, residual=out)
+        assert (out == 16 * i).all()
+
+
+@pytest.mark.parametrize("in_place_before", [False, True])
+def test_partial_overlap_is_refused(device: str, in_place_before: bool) -> None:
+    x, weight = inputs(8, 48, 128, device)
+    buffer = torch.zeros(16 * 48 + 8, dtype=BF16, device=device)
+    out = buffer[: 8 * 48].view(8, 48)
+    if in_place_before:
+        op(x, weight, out, residual=out)
+        op(x, weight, out, residual=buffer[8 * 48 : 16 * 48].view(8, 48))
+        out.zero_()
+    for part in (
+        buffer[48 : 9 * 48].view(8, 48),
+        buffer[8 : 8 * 48 + 8].view(8, 48),
+        buffer[1 : 8 * 48 + 1].view(8, 48),
+        buffer.as_strided((8, 48), (49, 1)),
+        out[:1].expand(8, 48),
+        out[7:].expand(8, 48),
+    ):
+        arguments = {"x": x, "weight": weight, "out": out, "residual": part}
+        text = refused(arguments, "out", "overlap", operation=op)
+        assert "apart from residual" in text
+        assert not buffer.any()
+
+
+def test_in_place_excuses_no_other_overlap(device: str) -> None:
+    x, weight = inputs(8, 128, 128, device)
+    buffer = normal((9, 128), 7).to(device)
+    out, before = buffer[:8], buffer.clone()
+    for name, part in (("x", buffer[1:]), ("x", out)):
+        arguments = {"x": x, "weight": weight, "out": out, "residual": out, name: part}
+        text = refused(arguments, "out", "overlap", operation=op)
+        assert f"apart from {name}" in text
+        same_bits(buffer, before)
+
+
+def test_columns_between_one_another_do_not_overlap(device: str) -> None:
+    x, weight = inputs(9, 48, 128, device)
+    buffer = torch.zeros(9, 96, dtype=BF16, device=device)
+    buffer[:, 48:] = residual_of(9, 48, device)
+    out, residual = buffer[:, :48], buffer[:, 48:]
+    want = op(x, weight, residual=residual.contiguous())
+    same_bits(op(x, weight, out, residual=residual).contiguous(), want)
+
+
+# Bits
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 33])
+def test_run_to_run(device: str, tokens: int) -> None:
+    x, weight = inputs(tokens, 528, 2048, device)
+    residual = residual_of(tokens, 528, device)
+    first = op(x, weight, residual=residual)
+    for _ in range(20):
+        same_bits(op(x, weight, residual=residual), first)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 16, 33, 64])
+def test_zeros_change_nothing(device: str, tokens: int) -> None:
+    """The same configuration sums in the same order, with a residual or without."""
+    x, weight = inputs(tokens, 528, 1536, device)
+    zeros = torch.zeros(tokens, 528, dtype=BF16, device=device)
+    same_bits(op(x, weight, residual=zeros), op(x, weight))
+
+
+def test_batch_invariant(device: str) -> None:
+    for n, k in ((528, 2048), (40, 7168)):
+        x, weight = inputs(64, n, k, device)
+        residual = residual_of(64, n, device)
+
+        def rows(start: int, stop: int) -> torch.Tensor:
+            part = slice(start, stop)
+            return op(x[part], weight, residual=residual[part], batch_invariant=True)  # noqa: B023
+
+        alone = torch.cat([rows(i, i + 1) for i in range(64)])
+        for tokens in range(1, 65):
+            same_bits(rows(64 - tokens, 64), alone[64 - tokens :], f"M = {tokens}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("split", [1, 2, 4, 8])
+def test_clusters_add_it_once(split: int) -> None:
+    """Also where a block finishes no row, and where it has no column."""
+    base = k3cupy.FusedAGemmConfig(16, 32, 128, 4, 2, 4, 1, split, 2)
+    wide = k3cupy.FusedAGemmConfig(64, 64, 128, 2, 2, 4, 2, split, 2)
+    for n, k in ((100, 16), (7, 80), (100, 2064)):
+        x, weight = inputs(13, n, k, "cuda", strides=(k + 8, 1))
+        residual = residual_of(13, n, "cuda", strides=(n + 1, 1))
+        results = [run_and_check(x, weight, residual=residual, config=c) for c in (base, wide)]
+        same_bits(results[0], results[1])
+        for config in (base, wide):
+            out = residual.clone()
+            same_bits(op(x, weight, out, residual=out, config=config), results[0])
+
+
+# Producers and the ends of memory
+
+
+def test_arrays_of_other_libraries() -> None:
+    x, weight = inputs(9, 48, 128)
+    residual = residual_of(9, 48)
+    want = op(x, weight, residual=residual)
+    frozen = numpy_of(residual.clone())
+    frozen.flags.writeable = False
+    for one in (Producer(residual), frozen, jax_of(residual)):
+        same_bits(op(x, weight, residual=one), want)
+    out = numpy_of(residual.clone())
+    assert op(numpy_of(x), numpy_of(weight), out, residual=out) is out
+    same_bits(torch_of(out, BF16), want)
+    flipped = np.flip(numpy_of(residual), 0)
+    refused({"x": x, "weight": weight, "residual": flipped}, "residual", "stride -", operation=op)
+
+
+@pytest.mark.gpu
+def test_cupy_arrays_in_place() -> None:
+    cupy = pytest.importorskip("cupy")
+    x, weight = inputs(9, 48, 128, "cuda")
+    residual = residual_of(9, 48, "cuda")
+    want = op(x, weight, residual=residual)
+    torch.cuda.synchronize()
+    out = cupy_of(residual)
+    assert op(cupy_of(x), cupy_of(weight), out, residual=out) is out
+    cupy.cuda.Device().synchronize()
+    same_bits(torch.from_dlpack(out.view(cupy.int16)).view(BF16), want)
+
+
+def _reads_nothing_past_host_memory() -> None:
+    for tokens, n in ((1, 48), (3, 7), (64, 33)):
+        x, weight = inputs(tokens, n, 80)
+        residual = before_a_forbidden_page(residual_of(tokens, n))
+        assert_product(op(x, weight, residual=residual), x, weight, residual)
+    os._exit(0)
+
+
+def test_nothing_is_read_past_host_memory() -> None:
+    run_child(_reads_nothing_past_host_memory)
+
+
+def _reads_nothing_past_device_memory() -> None:
+    for tokens, n in ((1, 48), (3, 7), (64, 33)):
+        x, weight = inputs(tokens, n, 80, "cuda")
+        wide = before_unmapped_gpu_memory(normal((tokens, n + 5), 3).cuda())
+        for residual in (before_unmapped_gpu_memory(residual_of(tokens, n).cuda()), wide[:, 5:]):
+            assert_product(op(x, weight, residual=residual), x, weight, residual)
+    torch.cuda.synchronize()
+    os._exit(0)
+
+
+@pytest.mark.gpu
+def test_nothing_is_read_past_device_memory() -> None:
+    run_child(_reads_nothing_past_device_memory)
+
+
+@pytest.mark.gpu
+@gibibytes(3)
+def test_rows_more_than_2_31_bytes_apart(needs_memory: None) -> None:
+    far = 2**30 + 1
+    buffer = torch.zeros(far + 4096, dtype=BF16, device="cuda")
+    x, weight = inputs(2, 48, 128, "cuda")
+    residual = residual_of(2, 48, "cuda")
+    wide = buffer.as_strided((2, 48), (far, 1))
+    wide.copy_(residual)
+    want = op(x, weight, residual=residual)
+    same_bits(op(x, weight, residual=wide), want)
+    same_bits(op(x, weight, wide, residual=wide).contiguous(), want)
+
+
+# Streams and graphs
+
+
+@pytest.mark.gpu
+def test_case29_a_residual_dropped_right_after_the_call() -> None:
+    x, weight = inputs(64, 528, 1536, "cuda")
+    residual = residual_of(64, 528, "cuda")
+    want = op(x, weight, residual=residual)
+    side = torch.cuda.Stream()
+    for _ in range(10):
+        mine = residual.clone()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(20 * SLEEP_CYCLES)
+        out = op(x, weight, residual=mine, stream=side.cuda_stream)
+        shape = mine.shape
+        del mine
+        reused = torch.full(shape, float("nan"), dtype=BF16, device="cuda")
+        torch.cuda.synchronize()
+        same_bits(out, want)
+        del reused
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("tokens", [1, 16, 64])
+def test_a_chain_that_adds_in_place(tokens: int, static: bool) -> None:
+    """Every product reads what the one before it added, in a graph, dependent launches on."""
+    x, weight = inputs(tokens, 528, 1536, "cuda")
+    start = residual_of(tokens, 528, "cuda")
+    out = torch.empty_like(start)
+    options: dict[str, Any] = {"weight_is_static": static}
+
+    def chain() -> None:
+        out.copy_(start)
+        for _ in range(8):
+            op(x, weight, out, residual=out, **options)
+
+    options["pdl"] = False
+    chain()
+    want = out.clone()
+    options["pdl"] = None
+    chain()
+    same_bits(out, want)
+    graph, _ = captured(chain)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(100):
+        out.fill_(float("nan"))
+        graph.replay()
+        wrong += (out.view(torch.int16) != want.view(torch.int16)).sum()
+    assert int(wrong) == 0
