@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from typing import Any
-
 import click
 
 import k3cupy
 from k3cupy.bench.cli import bench
-
-
-def _shapes(context: Any, parameter: Any, texts: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
-    """Read ``2112x7168`` and the like."""
-    found = [re.fullmatch(r"(\d+)x(\d+)", text) for text in texts]
-    for text, match in zip(texts, found, strict=True):
-        if match is None:
-            raise click.BadParameter(f"{text!r} is not like 2112x7168", context, parameter)
-    return tuple((int(match[1]), int(match[2])) for match in found if match)
+from k3cupy.cli_options import SHAPE
+from k3cupy.cli_tune import tune
 
 
 @click.group()
@@ -27,6 +17,7 @@ def main() -> None:
 
 
 main.add_command(bench)
+main.add_command(tune)
 
 
 @main.command("show-config")
@@ -52,8 +43,7 @@ def show_config() -> None:
     "--shape",
     "shapes",
     multiple=True,
-    callback=_shapes,
-    metavar="NxK",
+    type=SHAPE,
     help="GEMM: N x K of a weight, as 2112x7168; all of Kimi-K3 by default.",
 )
 @click.option("--tokens", multiple=True, type=int, help="GEMM: a number of tokens; 1 to 64.")

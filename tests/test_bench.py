@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from click import BadParameter
 from click.testing import CliRunner
 
 from k3cupy.bench import forms, report
@@ -340,13 +339,12 @@ def test_a_plot_without_matplotlib_is_one_clear_line(monkeypatch: pytest.MonkeyP
     assert done.output.strip() == 'Error: --plot needs matplotlib: pip install "k3cupy[bench]"'
 
 
-def test_a_gemm_shape_that_is_none_is_refused() -> None:
-    from k3cupy.bench.cli import _shape
-
-    assert _shape("2112x7168") == (2112, 7168)
-    for name in ("2112", "2112x", "ax7168"):
-        with pytest.raises(BadParameter, match="is no shape; write N x K as 2112x7168"):
-            _shape(name)
+@pytest.mark.parametrize("command", ["warmup", "tune", "bench gemm", "bench linear"])
+@pytest.mark.parametrize("shape", ["2112", "2112x", "ax7168"])
+def test_a_shape_that_is_none_is_refused(command: str, shape: str) -> None:
+    done = CliRunner().invoke(main, [*command.split(), "--shape", shape])
+    assert done.exit_code == 2
+    assert f"{shape!r} is no shape; write N x K as 2112x7168" in done.output
 
 
 @pytest.mark.gpu

@@ -10,6 +10,8 @@ from typing import Any
 
 import click
 
+from k3cupy.cli_options import SHAPE
+
 
 @click.group()
 def bench() -> None:
@@ -118,12 +120,12 @@ def prefill_command(
 
 
 @bench.command("gemm")
-@click.option("--shape", "names", multiple=True, help="N x K as 2112x7168; all of Kimi-K3's.")
+@click.option("--shape", "given", multiple=True, type=SHAPE, help="N x K; all of Kimi-K3's.")
 @click.option("--tokens", multiple=True, type=click.IntRange(1, 64), help="M; the table's.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the times over the floor.")
 @_result_options
 def gemm_command(
-    names: tuple[str, ...],
+    given: tuple[tuple[int, int], ...],
     tokens: tuple[int, ...],
     plot: Path | None,
     path: Path | None,
@@ -140,7 +142,7 @@ def gemm_command(
     from k3cupy.ops.fused_a_gemm_choice import TOKEN_CLASSES
     from k3cupy.projections import shapes
 
-    wanted = [_shape(name) for name in names] or [(p.n, p.k) for p in shapes()]
+    wanted = given or [(p.n, p.k) for p in shapes()]
     entries = gemm.run(wanted, tokens or TOKEN_CLASSES)
     document = gemm.as_document(list(entries), commit)
     _show(document, path)
@@ -149,13 +151,6 @@ def gemm_command(
 
         plot_gemm(document, plot)
         click.echo(f"wrote {plot}")
-
-
-def _shape(name: str) -> tuple[int, int]:
-    n, _, k = name.partition("x")
-    if not (n.strip().isdigit() and k.strip().isdigit()):
-        raise click.BadParameter(f"{name!r} is no shape; write N x K as 2112x7168")
-    return int(n), int(k)
 
 
 @bench.command("apply")

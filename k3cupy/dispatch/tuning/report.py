@@ -8,12 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from k3cupy.ops.gemm_entry import GemmEntry
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
-
 from k3cupy.dispatch.tuning.candidates import Target
 from k3cupy.dispatch.tuning.engine import Measured
 
@@ -53,6 +50,8 @@ class TuneReport:
 
     def __str__(self) -> str:
         """The choice for each shape and M, then what was refused, then where it is kept."""
+        from rich.console import Console
+
         text = io.StringIO()
         console = Console(file=text, width=_WIDTH)
         console.print(self._table())
@@ -68,7 +67,9 @@ class TuneReport:
         console.print(kept, markup=False, soft_wrap=True)
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
-    def _table(self) -> Table:
+    def _table(self) -> Any:
+        from rich.table import Table
+
         table = Table(
             title=f"{self.gpu}: speed-up over the framework's linear",
             caption="F: fused_a, S: skinny, -: the framework's linear is the fastest",
@@ -103,6 +104,15 @@ class Watch:
     def __init__(self, targets: Sequence[Target], *, quiet: bool = False) -> None:
         self._targets = targets
         self._done: list[GemmEntry] = []
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+
         self._console = Console(stderr=True, quiet=quiet)
         self._bar: Progress | None = None
         if self._console.is_terminal and not quiet:
