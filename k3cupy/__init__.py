@@ -20,6 +20,8 @@ from k3cupy.ops.mla_prefill import (
     fused_mla_qkv_quant_kv_cache_fp8_insert,
 )
 from k3cupy.ops.mla_prefill_config import MlaPrefillConfig, MlaPrefillVariant
+from k3cupy.ops.skinny_gemm import explain_skinny_gemm, skinny_gemm
+from k3cupy.ops.skinny_gemm_config import SkinnyGemmConfig, SkinnyGemmVariant
 from k3cupy.ops.warmup import warmup
 from k3cupy.runtime.config import config_info, show_config
 from k3cupy.runtime.errors import CaptureError, CompileError, ToolchainError
@@ -37,12 +39,15 @@ __all__ = [
     "MlaDecodeVariant",
     "MlaPrefillConfig",
     "MlaPrefillVariant",
+    "SkinnyGemmConfig",
+    "SkinnyGemmVariant",
     "ToolchainError",
     "config_info",
     "dsv3_fused_a_gemm",
     "explain_fused_a_gemm",
     "explain_mla_decode",
     "explain_mla_prefill",
+    "explain_skinny_gemm",
     "fused_a_gemm",
     "fused_mla_decode_q_concat_kv_cache_insert",
     "fused_mla_key_concat_ds_mla_insert",
@@ -51,6 +56,7 @@ __all__ = [
     "fused_mla_kv_concat_quant_fp8",
     "fused_mla_qkv_quant_kv_cache_fp8_insert",
     "show_config",
+    "skinny_gemm",
     "source_dir",
     "warmup",
 ]

@@ -128,27 +128,21 @@ __device__ __forceinline__ void store_float(void* target, float value) {
 }
 
 // Widening to fp32 is exact for both types.
-template <typename T>
-__device__ __forceinline__ void widen(const Chunk& chunk, float (&value)[kChunkElements]);
-
-template <>
-__device__ __forceinline__ void widen<__nv_bfloat16>(const Chunk& chunk,
-                                                     float (&value)[kChunkElements]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    value[2 * i] = __uint_as_float(chunk.word[i] << 16);
-    value[2 * i + 1] = __uint_as_float(chunk.word[i] & 0xffff0000u);
-  }
+__device__ __forceinline__ void widen_pair(unsigned int word, float& low, float& high,
+                                           __nv_bfloat16) {
+  low = __uint_as_float(word << 16);
+  high = __uint_as_float(word & 0xffff0000u);
 }
 
-template <>
-__device__ __forceinline__ void widen<__half>(const Chunk& chunk, float (&value)[kChunkElements]) {
+__device__ __forceinline__ void widen_pair(unsigned int word, float& low, float& high, __half) {
+  low = __half2float(__ushort_as_half(static_cast<unsigned short>(word)));
+  high = __half2float(__ushort_as_half(static_cast<unsigned short>(word >> 16)));
+}
+
+template <typename T>
+__device__ __forceinline__ void widen(const Chunk& chunk, float (&value)[kChunkElements]) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    value[2 * i] = __half2float(__ushort_as_half(static_cast<unsigned short>(chunk.word[i])));
-    value[2 * i + 1] =
-        __half2float(__ushort_as_half(static_cast<unsigned short>(chunk.word[i] >> 16)));
-  }
+  for (int i = 0; i < 4; ++i) widen_pair(chunk.word[i], value[2 * i], value[2 * i + 1], T{});
 }
 
 // Narrowing rounds to nearest even, two values an instruction. The packed word never becomes a C++

@@ -17,6 +17,13 @@ __device__ __forceinline__ float add(float a, float b) {
   return sum;
 }
 
+// a * b + sum with one rounding.
+__device__ __forceinline__ float multiply_add(float a, float b, float sum) {
+  float result;
+  asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(result) : "f"(a), "f"(b), "f"(sum));
+  return result;
+}
+
 __device__ __forceinline__ float subtract(float a, float b) {
   float difference;
   asm("sub.rn.f32 %0, %1, %2;" : "=f"(difference) : "f"(a), "f"(b));

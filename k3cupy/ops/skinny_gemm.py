@@ -1,0 +1,121 @@
+"""The skinny GEMM: the product of one to eight tokens with a weight, as dot products.
+
+Source: the skinny GEMM of the public dispatch of Kimi-K3 in vLLM, whose template parameters it
+names. M is the number of tokens, K the width of one, N that of the output.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from k3cupy.ops import checks
+from k3cupy.ops.decision import Decision
+from k3cupy.ops.plan_cache import PlanCache
+from k3cupy.ops.skinny_gemm_config import SOURCE, SkinnyGemmConfig
+from k3cupy.ops.skinny_gemm_plan import Options, decide, make_plan
+from k3cupy.ops.skinny_gemm_validate import ARGUMENTS, check_config, validate
+from k3cupy.runtime import sources
+
+
+def skinny_gemm(
+    x: Any,
+    weight: Any,
+    residual: Any = None,
+    out: Any = None,
+    *,
+    pdl: bool | None = None,
+    weight_is_static: bool = False,
+    stream: Any = None,
+    config: SkinnyGemmConfig | None = None,
+) -> Any:
+    """Multiply one to eight tokens with a weight, and add a residual where there is one.
+
+    ``out[m, n] = sum over k of x[m, k] * weight[n, k] (+ residual[m, n])``. bfloat16 or float16,
+    float32 sums, the residual added in float32, one rounding. The same inputs give the same bits,
+    run after run. Tensors may come from PyTorch, CuPy, NumPy, JAX or any DLPack producer, all on
+    one CUDA device, or all on the CPU, where the same function runs in NumPy.
+
+    Args:
+        x: [M, K] bfloat16 or float16, M from 0 to 8, K a multiple of 8. Inner stride 1, row stride
+            free: x may be a column slice of a wider tensor. Rows that begin at multiples of 16
+            bytes are read by the fast path, all others element by element.
+        weight: [N, K], same type, contiguous, at a multiple of 16 bytes.
+        residual: [M, N], same type, inner stride 1, row stride free. It may be ``out`` itself: then
+            the product is added in place.
+        out: [M, N], same type, to be written and returned instead of a new tensor. Inner stride 1,
+            rows apart from one another.
+        pdl: programmatic dependent launch. None: on, where the GPU has it (sm_90 and newer).
+            False: the launch waits for the end of the preceding kernel. The kernel itself waits for
+            its predecessor before it reads x and residual, so both are safe.
+        weight_is_static: a promise: the preceding kernel does not write the weight, which may then
+            be fetched before that kernel has ended.
+        stream: an int handle or an object with ``__cuda_stream__``. By default PyTorch's current
+            stream, or CuPy's where no argument is a PyTorch tensor. PyTorch tensors used on another
+            stream are recorded with its allocator; CuPy arrays must outlive the kernel.
+        config: how the work is cut; None lets the package choose. Configurations of one ``order``
+            give the same bits for a row, also for other M.
+
+    Returns:
+        ``out``, or a new contiguous [M, N] tensor of x's framework. With M = 0 nothing is launched.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the text names it. Nothing was written.
+        CaptureError: the instance is not loaded and the stream is capturing a graph.
+        CompileError, ToolchainError: the kernel cannot be built here; the text says why.
+
+    Example:
+        >>> import torch, k3cupy
+        >>> x = torch.ones(2, 6288, dtype=torch.float16)
+        >>> weight, residual = torch.ones(1536, 128).half(), torch.ones(2, 1536).half()
+        >>> k3cupy.skinny_gemm(x[:, 6144:6272], weight, residual)[0, 0]
+        tensor(129., dtype=torch.float16)
+    """
+    if config is not None:
+        check_config(config)
+    if type(weight_is_static) is not bool or type(pdl) not in _OPTIONAL:
+        checks.check_flags(pdl=pdl, weight_is_static=weight_is_static)
+    values = (x, weight, out, residual)
+    addresses, signature, owners = ARGUMENTS.probe(values, stream)
+    key = (*signature, pdl, weight_is_static, config, sources.epoch(SOURCE))
+    plan = _plans.get(key)
+    if plan is None:
+        plan = make_plan(values, Options(pdl, weight_is_static, config), stream)
+        _plans.remember(key, plan)
+    result = plan.run(values, addresses, stream)
+    del owners  # memory that exists only for this call has been used, or queued to be
+    return result
+
+
+def explain_skinny_gemm(
+    x: Any,
+    weight: Any,
+    residual: Any = None,
+    out: Any = None,
+    *,
+    pdl: bool | None = None,
+    weight_is_static: bool = False,
+    stream: Any = None,
+    config: SkinnyGemmConfig | None = None,
+) -> Decision:
+    """Say what ``skinny_gemm`` would run, and why; launch nothing.
+
+    Takes the arguments of that function, validates them as it does, and raises the same errors.
+
+    Returns:
+        Backend, configuration, template instance and the reason in words.
+
+    Example:
+        >>> import torch, k3cupy
+        >>> x, weight = torch.ones(4, 128).bfloat16(), torch.ones(256, 128).bfloat16()
+        >>> print(k3cupy.explain_skinny_gemm(x, weight))
+        reference: the tensors are on the CPU
+    """
+    checks.check_flags(pdl=pdl, weight_is_static=weight_is_static)
+    options = Options(pdl, weight_is_static, check_config(config))
+    problem = validate((x, weight, out, residual), weight_is_static=weight_is_static)
+    checks.check_grad(problem.views)
+    return decide(problem, options)
+
+
+_plans = PlanCache()
+_OPTIONAL = (type(None), bool)

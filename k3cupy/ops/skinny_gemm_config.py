@@ -1,0 +1,145 @@
+"""Instances of the skinny GEMM: what a call decides, what is tuned, and what is valid."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+
+from k3cupy.constants import CTYPES
+from k3cupy.runtime.devices import DeviceInfo
+from k3cupy.runtime.instances import Instance, template_flag
+
+SOURCE = "skinny_gemm.cu"
+
+MAX_TOKENS = 8
+"""The most rows of x that one launch takes."""
+
+K_MULTIPLE = 8
+"""K is a multiple of this, so that every row of the weight begins at a multiple of 16 bytes."""
+
+VECTOR_WIDTHS = (4, 8)
+"""Elements of one load: 64 or 128 bits."""
+
+_WARP = 32
+_MAX_THREADS = 1024
+_THREADS_PER_SM, _BLOCKS_PER_SM = 2048, 32
+_REGISTERS_PER_SM = 65536
+_REGISTER_STEP = 8
+_MAX_REGISTERS = 255
+_REGISTERS_BESIDE_VALUES = 16
+_REGISTERS_IN_RESERVE = 16
+"""The compiler may need more than the estimate, and must not spill."""
+
+
+@dataclass(frozen=True)
+class SkinnyGemmVariant:
+    """The part of an instance that the call's arguments decide.
+
+    Attributes:
+        dtype: ``"bfloat16"`` or ``"float16"``, of all tensors.
+        aligned_x: every row of x begins at a multiple of 16 bytes; else x is read element by
+            element.
+        has_residual: a residual is added.
+        weight_is_static: the promise that the weight is older than the preceding kernel.
+    """
+
+    dtype: str = "bfloat16"
+    aligned_x: bool = True
+    has_residual: bool = False
+    weight_is_static: bool = False
+
+    def is_valid(self) -> bool:
+        """Return whether the kernel exists for this type."""
+        return self.dtype in CTYPES
+
+
+@dataclass(frozen=True)
+class SkinnyGemmConfig:
+    """How the product is cut into blocks, threads and loads.
+
+    Attributes:
+        num_rows: tokens, exactly those of the call: 1 to 8.
+        block_size: threads a block, which walk along K side by side; a multiple of 32.
+        outputs_per_block: rows of the weight (columns of the output) a block.
+        k_unroll: vectors of each row that a thread has in flight.
+        vector_width: elements of a vector, 4 (64-bit loads) or 8 (128-bit loads).
+    """
+
+    num_rows: int
+    block_size: int
+    outputs_per_block: int
+    k_unroll: int
+    vector_width: int
+
+    @property
+    def key(self) -> str:
+        """As tables write it: ``1/224/2/4/8``."""
+        return "/".join(map(str, astuple(self)))
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """What decides the order of a sum: equal orders give equal bits, whatever else differs."""
+        return self.block_size, self.vector_width
+
+    @property
+    def registers(self) -> int:
+        """Registers a thread, estimated: vectors in flight, sums, addresses and the rest.
+
+        In the steps in which a GPU gives them out.
+        """
+        words = self.vector_width // 2
+        values = self.k_unroll * words * (self.outputs_per_block + self.num_rows)
+        sums = self.num_rows * self.outputs_per_block
+        addresses = 2 * (self.outputs_per_block + self.num_rows)
+        needed = values + sums + addresses + _REGISTERS_BESIDE_VALUES
+        return -(-needed // _REGISTER_STEP) * _REGISTER_STEP
+
+    def is_valid(self, device: DeviceInfo | None = None) -> bool:
+        """Return whether the kernel can be compiled with these numbers, without spilling.
+
+        Args:
+            device: the GPU; every configuration runs on every GPU.
+        """
+        return (
+            1 <= self.num_rows <= MAX_TOKENS
+            and self.block_size % _WARP == 0
+            and 0 < self.block_size <= _MAX_THREADS
+            and self.outputs_per_block >= 1
+            and self.num_rows * self.outputs_per_block <= self.block_size
+            and self.k_unroll >= 1
+            and self.vector_width in VECTOR_WIDTHS
+            and self.registers + _REGISTERS_IN_RESERVE
+            <= min(_MAX_REGISTERS, _REGISTERS_PER_SM // self.block_size)
+        )
+
+    def blocks(self, n: int) -> int:
+        """Return how many blocks compute N output columns."""
+        return -(-n // self.outputs_per_block)
+
+    def blocks_per_sm(self) -> int:
+        """Return how many blocks fit a multiprocessor by their threads and registers, estimated."""
+        by_registers = _REGISTERS_PER_SM // (self.registers * self.block_size)
+        return min(by_registers, _THREADS_PER_SM // self.block_size, _BLOCKS_PER_SM)
+
+    def name_expression(self, variant: SkinnyGemmVariant) -> str:
+        """Return the C++ name of the instance."""
+        flags = (variant.aligned_x, variant.has_residual, variant.weight_is_static)
+        arguments = [
+            CTYPES[variant.dtype],
+            *map(str, astuple(self)),
+            *map(template_flag, flags),
+        ]
+        return f"k3cupy::skinny_gemm<{', '.join(arguments)}>"
+
+    def instance(self, variant: SkinnyGemmVariant) -> Instance:
+        """Return what ``runtime.instances`` compiles."""
+        return Instance(SOURCE, self.name_expression(variant))
+
+    def __str__(self) -> str:
+        """For people: ``1 row, 224 threads, 2 outputs a block, 4 x 128 bits in flight``."""
+        plural_rows = "" if self.num_rows == 1 else "s"
+        plural_outputs = "" if self.outputs_per_block == 1 else "s"
+        return (
+            f"{self.num_rows} row{plural_rows}, {self.block_size} threads, "
+            f"{self.outputs_per_block} output{plural_outputs} a block, "
+            f"{self.k_unroll} x {16 * self.vector_width} bits in flight"
+        )
