@@ -6,7 +6,7 @@ import click
 
 import k3cupy
 from k3cupy.bench.cli import bench
-from k3cupy.cli_options import SHAPE
+from k3cupy.cli_options import shape_option
 from k3cupy.cli_tune import tune
 
 
@@ -39,13 +39,7 @@ def show_config() -> None:
 @click.option("--rope/--no-rope", default=False, show_default=True)
 @click.option("--kv-inputs-ready", is_flag=True, help="For calls that make this promise.")
 @click.option("--unaligned", is_flag=True, help="For rows off a multiple of 16 bytes.")
-@click.option(
-    "--shape",
-    "shapes",
-    multiple=True,
-    type=SHAPE,
-    help="GEMM: N x K of a weight, as 2112x7168; all of Kimi-K3 by default.",
-)
+@shape_option("GEMM: N x K of a weight, as 2112x7168; all of Kimi-K3 by default.")
 @click.option("--tokens", multiple=True, type=int, help="GEMM: a number of tokens; 1 to 64.")
 @click.option("--packed/--strided", default=None, help="GEMM: layout of x; both by default.")
 @click.option("--weight-is-static", is_flag=True, help="GEMM: for calls that make this promise.")

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import click
 
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 
-class _Shape(click.ParamType):
-    """N x K of a weight, written ``2112x7168``."""
 
-    name = "NxK"
+def shape_option(text: str) -> Callable[[_Command], _Command]:
+    """Return the option ``--shape``, which may be repeated and gives pairs (N, K).
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, int]:
-        """Return (N, K)."""
-        match = re.fullmatch(r"(\d+)x(\d+)", str(value))
+    Args:
+        text: its help.
+    """
+    return click.option(
+        "--shape", "shapes", multiple=True, callback=_shapes, metavar="NxK", help=text
+    )
+
+
+def _shapes(context: Any, parameter: Any, texts: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
+    found = [re.fullmatch(r"(\d+)x(\d+)", text) for text in texts]
+    for text, match in zip(texts, found, strict=True):
         if match is None:
-            self.fail(f"{value!r} is no shape; write N x K as 2112x7168", param, ctx)
-        return int(match[1]), int(match[2])
-
-
-SHAPE = _Shape()
+            message = f"{text!r} is no shape; write N x K as 2112x7168"
+            raise click.BadParameter(message, context, parameter)
+    return tuple((int(match[1]), int(match[2])) for match in found if match)

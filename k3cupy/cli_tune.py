@@ -7,10 +7,11 @@ from pathlib import Path
 
 import click
 
-from k3cupy.cli_options import SHAPE
+from k3cupy.cli_options import shape_option
 from k3cupy.dispatch import tune as tuning
 from k3cupy.dispatch.presets import preset_names
 from k3cupy.dispatch.tuning import files
+from k3cupy.ops import checks
 from k3cupy.runtime import devices
 from k3cupy.runtime.errors import CompileError, ToolchainError
 
@@ -19,7 +20,7 @@ _INTERRUPTED = 130
 
 @click.command()
 @click.option("--preset", type=click.Choice(preset_names()), help="Weights of a named model.")
-@click.option("--shape", "shapes", multiple=True, type=SHAPE, help="N x K of a weight.")
+@shape_option("N x K of a weight, as 2112x7168.")
 @click.option(
     "--from-module",
     "module",
@@ -57,10 +58,12 @@ def tune(
     """
     try:
         if source is not None:
-            gpu = devices.info(devices.checked_ordinal(device))
+            gpu = devices.info(checks.gpu_ordinal(device))
             count = len(files.import_file(source, gpu))
             click.echo(f"{count} measurements of {gpu.name} were added")
             return
+        if sum(map(bool, (preset, shapes, module))) != 1:
+            raise click.UsageError("name the weights by one of --preset, --shape and --from-module")
         wanted = tuning.shapes_of(shapes or None, preset, module)
         counts = tokens or None
         if dry_run:

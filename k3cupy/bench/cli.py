@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from k3cupy.cli_options import SHAPE
+from k3cupy.cli_options import shape_option
 
 
 @click.group()
@@ -120,12 +120,12 @@ def prefill_command(
 
 
 @bench.command("gemm")
-@click.option("--shape", "given", multiple=True, type=SHAPE, help="N x K; all of Kimi-K3's.")
+@shape_option("N x K as 2112x7168; all of Kimi-K3's by default.")
 @click.option("--tokens", multiple=True, type=click.IntRange(1, 64), help="M; the table's.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the times over the floor.")
 @_result_options
 def gemm_command(
-    given: tuple[tuple[int, int], ...],
+    shapes: tuple[tuple[int, int], ...],
     tokens: tuple[int, ...],
     plot: Path | None,
     path: Path | None,
@@ -138,11 +138,11 @@ def gemm_command(
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise click.ClickException('--plot needs matplotlib: pip install "k3cupy[bench]"')
     _need_gpu()
+    from k3cupy import projections
     from k3cupy.bench import gemm
-    from k3cupy.ops.fused_a_gemm_choice import TOKEN_CLASSES
-    from k3cupy.projections import shapes
+    from k3cupy.ops.gemm_tables import TOKEN_CLASSES
 
-    wanted = given or [(p.n, p.k) for p in shapes()]
+    wanted = shapes or [(p.n, p.k) for p in projections.shapes()]
     entries = gemm.run(wanted, tokens or TOKEN_CLASSES)
     document = gemm.as_document(list(entries), commit)
     _show(document, path)

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 import k3cupy
-from k3cupy.ops.fused_a_gemm_choice import TOKEN_CLASSES, choose
+from k3cupy.ops.fused_a_gemm_choice import choose
 from k3cupy.ops.fused_a_gemm_config import FusedAGemmConfig, FusedAGemmVariant
+from k3cupy.ops.gemm_tables import TOKEN_CLASSES
 from k3cupy.runtime import devices, instances, launch
 from k3cupy.runtime.instances import Instance
 from k3cupy.timing import environment, graphs

@@ -1,1 +1,1 @@
-"""Which kernel for which linear layer."""
+"""Which kernel for which linear layer: plans, their reasons, and what came of them."""

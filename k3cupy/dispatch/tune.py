@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from k3cupy.ops.gemm_entry import GemmEntry
-
 from k3cupy.dispatch import presets
 from k3cupy.dispatch.tuning import files
 from k3cupy.dispatch.tuning.candidates import Known, Target, candidates, targets
 from k3cupy.dispatch.tuning.engine import Meter, measure_all
 from k3cupy.dispatch.tuning.report import TuneReport, Watch, refusals
 from k3cupy.ops import checks, gemm_cache, gemm_tables
+from k3cupy.ops.gemm_entry import GemmEntry
 from k3cupy.runtime import devices, sources
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import ToolchainError
@@ -149,7 +148,7 @@ def prepare(
             f"edited ones in {sources.overridden()}",
             "Unset it, or compare with `python -m k3cupy bench linear`",
         )
-    gpu = devices.info(devices.checked_ordinal(device))
+    gpu = devices.info(checks.gpu_ordinal(device))
     entries = gemm_cache.read(gemm_cache.path_of(gpu), gpu.name)
     asked = {target.key for target in wanted}
     known = {e.key: e for e in entries if not (again and e.key in asked)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from k3cupy.ops import checks
+from k3cupy.ops import checks, gemm_tables
 from k3cupy.ops.arguments import Values
 from k3cupy.ops.decision import Decision
 from k3cupy.ops.fused_a_gemm_config import SOURCE, FusedAGemmConfig
@@ -165,7 +165,7 @@ def _run(
     stream: Any,
 ) -> Any:
     addresses, signature, owners = form.arguments.probe(values, stream)
-    key = (form, *signature, options, sources.epoch(SOURCE))
+    key = (form, *signature, options, gemm_tables.generation(), sources.epoch(SOURCE))
     plan = _plans.get(key)
     if plan is None:
         plan = make_plan(form, values, Options(*options), stream)

@@ -1,19 +1,15 @@
-"""Which configuration a fused-A GEMM gets: from the measured table, else from a cost model."""
+"""Which configuration a fused-A GEMM gets: from the GEMM tables, else from a cost model."""
 
 from __future__ import annotations
 
 import functools
-import json
-from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
-from k3cupy.ops.fused_a_gemm_config import MAX_TOKENS, FusedAGemmConfig
-from k3cupy.ops.measured_table import shipped_text
+from k3cupy.ops import gemm_tables
+from k3cupy.ops.fused_a_gemm_config import FusedAGemmConfig
+from k3cupy.ops.gemm_entry import GemmEntry, Times
+from k3cupy.ops.gemm_tables import TOKEN_CLASSES, GemmTable
 from k3cupy.runtime.devices import DeviceInfo
-
-TOKEN_CLASSES = (1, 8, 16, 32, MAX_TOKENS)
-"""Numbers of tokens that tables list; a call takes the next one from its own upwards."""
 
 _SHAPES = {
     8: (
@@ -154,75 +150,52 @@ def estimate_us(config: FusedAGemmConfig, n: int, k: int, device: DeviceInfo) ->
     )
 
 
-# --- The measured table --------------------------------------------------------------------------
+# --- The tables -----------------------------------------------------------------------------------
 
-Times = Mapping[FusedAGemmConfig, float]
+_BACKEND = "fused_a"
 
 
-class _Table:
-    """The shipped measurements of one GPU: (n, k) -> token class -> configuration -> time."""
+def _fastest(times: Times, num_tokens: int, device: DeviceInfo) -> FusedAGemmConfig | None:
+    """Return the fastest that can compute a number of tokens on a GPU."""
+    fitting = {
+        config: us
+        for config, us in times.items()
+        if config.tile_m >= num_tokens and config.is_valid(device)
+    }
+    return min(fitting, key=lambda config: fitting[config]) if fitting else None
 
-    def __init__(self, entries: Iterable[Mapping[str, Any]]) -> None:
-        self._times: dict[tuple[int, int], dict[int, Times]] = {}
-        self._chosen: dict[tuple[int, int, int], FusedAGemmConfig] = {}
-        self._linear: dict[tuple[int, int, int], float] = {}
-        for entry in entries:
-            n, k, tokens = entry["n"], entry["k"], entry["tokens"]
-            times = {config_of_key(key): us for key, us in entry["us"].items()}
-            self._times.setdefault((n, k), {})[tokens] = times
-            self._chosen[n, k, tokens] = FusedAGemmConfig(**entry["chosen"])
-            self._linear[n, k, tokens] = entry["linear_us"]
 
-    def chosen(self, n: int, k: int, tokens: int) -> FusedAGemmConfig | None:
-        return self._chosen.get((n, k, tokens))
+def _invariant(
+    table: GemmTable, n: int, k: int, num_tokens: int, device: DeviceInfo
+) -> FusedAGemmConfig | None:
+    """Return the fastest of one summation order, the order with the least worst loss.
 
-    def lead_of_linear(self, n: int, k: int, tokens: int, config: FusedAGemmConfig) -> str:
-        """Return in words that ``F.linear`` was faster than a configuration, or nothing."""
-        us, linear = self._times[n, k][tokens][config], self._linear[n, k, tokens]
-        return f"; F.linear was faster, {linear:.2f} against {us:.2f} us" if linear < us else ""
-
-    def all_chosen(self) -> tuple[FusedAGemmConfig, ...]:
-        return tuple(dict.fromkeys(self._chosen.values()))
-
-    def shapes(self) -> tuple[tuple[int, int], ...]:
-        return tuple(self._times)
-
-    def invariant(self, n: int, k: int, tokens: int, device: DeviceInfo) -> FusedAGemmConfig | None:
-        """Return the fastest of one summation order, the order with the least worst loss.
-
-        None where some number of tokens has no valid configuration of a common order: then no
-        number of tokens may take its order from here.
-        """
-        classes = {
-            count: {c: us for c, us in times.items() if c.is_valid(device)}
-            for count, times in self._times.get((n, k), {}).items()
+    None where some number of tokens has no valid configuration of a common order: then no
+    number of tokens may take its order from the table.
+    """
+    entries = table.of_shape(n, k)
+    if not set(TOKEN_CLASSES) <= set(entries):
+        return None
+    classes = {
+        tokens: {
+            config: us
+            for config, us in entries[tokens].times.get(_BACKEND, {}).items()
+            if config.tile_m >= tokens and config.is_valid(device)
         }
-        if set(classes) != set(TOKEN_CLASSES):
-            return None
-        common = set.intersection(*({c.order for c in times} for times in classes.values()))
-        if not common:
-            return None
+        for tokens in TOKEN_CLASSES
+    }
+    common = set.intersection(*({c.order for c in times} for times in classes.values()))
+    if not common:
+        return None
 
-        def fastest(order: tuple[int, int], times: Times) -> FusedAGemmConfig:
-            return min((c for c in times if c.order == order), key=lambda c: times[c])
+    def fastest(order: tuple[int, int], times: Times) -> FusedAGemmConfig:
+        best: FusedAGemmConfig = min((c for c in times if c.order == order), key=times.__getitem__)
+        return best
 
-        def worst_loss(order: tuple[int, int]) -> float:
-            return max(
-                times[fastest(order, times)] / min(times.values()) for times in classes.values()
-            )
+    def worst_loss(order: tuple[int, int]) -> float:
+        return max(times[fastest(order, times)] / min(times.values()) for times in classes.values())
 
-        return fastest(min(common, key=worst_loss), classes[tokens])
-
-
-def config_of_key(key: str) -> FusedAGemmConfig:
-    """Return the configuration that a table writes as ``8/16/512/8/8/8/1/1/4``."""
-    return FusedAGemmConfig(*(int(part) for part in key.split("/")))
-
-
-@functools.cache
-def _shipped() -> dict[str, _Table]:
-    gpus: dict[str, Any] = json.loads(shipped_text("fused_a_gemm.json"))["gpus"]
-    return {name: _Table(facts["entries"]) for name, facts in gpus.items()}
+    return fastest(min(common, key=worst_loss), classes[gemm_tables.class_of(num_tokens)])
 
 
 _LARGE = DeviceInfo(0, "any", (9, 0), 132, 1 << 20)
@@ -230,16 +203,17 @@ _LARGE = DeviceInfo(0, "any", (9, 0), 132, 1 << 20)
 
 
 def shipped_configs() -> tuple[FusedAGemmConfig, ...]:
-    """Return every configuration that a shipped table names, those of batch invariance too."""
+    """Return every configuration that a shipped table leads to, those of batch invariance too."""
     found: list[FusedAGemmConfig | None] = []
-    for table in _shipped().values():
-        found += table.all_chosen()
-        for n, k in table.shapes():
-            found += [table.invariant(n, k, tokens, _LARGE) for tokens in TOKEN_CLASSES]
+    for table in gemm_tables.shipped():
+        for entry in table.entries:
+            found += (
+                _fastest(entry.times.get(_BACKEND, {}), entry.tokens, _LARGE),
+                _invariant(table, entry.n, entry.k, entry.tokens, _LARGE),
+            )
     return tuple(dict.fromkeys(config for config in found if config is not None))
 
 
-@functools.lru_cache(maxsize=4096)
 def choose(
     n: int, k: int, num_tokens: int, device: DeviceInfo, *, batch_invariant: bool = False
 ) -> tuple[FusedAGemmConfig, str]:
@@ -252,23 +226,41 @@ def choose(
         device: the GPU.
         batch_invariant: only configurations that sum in one order whatever the number of tokens.
     """
-    tokens = next(size for size in TOKEN_CLASSES if size >= num_tokens)
-    table = _shipped().get(device.name)
-    if table is not None:
-        if batch_invariant:
-            config = table.invariant(n, k, tokens, device)
-        else:
-            config = table.chosen(n, k, tokens)
-        if config is not None and config.is_valid(device):
-            kind = ", one summation order for all M" if batch_invariant else ""
-            lead = table.lead_of_linear(n, k, tokens, config)
-            return config, f"measured on {device.name} for {n} x {k}, M = {tokens}{kind}{lead}"
+    return _choose(n, k, num_tokens, device, batch_invariant, gemm_tables.generation())
+
+
+@functools.lru_cache(maxsize=4096)
+def _choose(
+    n: int, k: int, num_tokens: int, device: DeviceInfo, batch_invariant: bool, _generation: int
+) -> tuple[FusedAGemmConfig, str]:
+    if batch_invariant:
+        for table in gemm_tables.tables_of(device):
+            config = _invariant(table, n, k, num_tokens, device)
+            if config is not None:
+                tokens = gemm_tables.class_of(num_tokens)
+                where = f"measured on {device.name} for {n} x {k}, M = {tokens}"
+                return config, f"{where}, one summation order for all M"
+    else:
+        entry = gemm_tables.entry(n, k, num_tokens, device)
+        times = {} if entry is None else entry.times.get(_BACKEND, {})
+        config = _fastest(times, num_tokens, device)
+        if entry is not None and config is not None:
+            where = f"measured on {device.name} for {n} x {k}, M = {entry.tokens}"
+            return config, where + _lead_of_linear(entry, times[config])
     possible = candidates(n, k, num_tokens, device)
     if batch_invariant:
         possible = tuple(c for c in possible if c.order == _ORDER_OF_ALL)
         possible = possible or (_SMALLEST[tile_m_of(num_tokens)],)
     config = min(possible, key=lambda c: estimate_us(c, n, k, device))
-    missing = f"{n} x {k} is not in the table of {device.name}"
-    if table is None:
-        missing = f"{device.name} has no measured table"
-    return config, f"{missing}: the best of {len(possible)} candidates by the cost model"
+    return config, (
+        f"{gemm_tables.why_unknown(n, k, device)}: the best of {len(possible)} candidates by the "
+        "cost model"
+    )
+
+
+def _lead_of_linear(entry: GemmEntry, us: float) -> str:
+    """Return in words that ``F.linear`` was faster than a time, or nothing."""
+    linear = entry.linear_us
+    if linear is None or linear >= us:
+        return ""
+    return f"; F.linear was faster, {linear:.2f} against {us:.2f} us"

@@ -29,7 +29,7 @@ from k3cupy.ops.mla_prefill_config import (
 from k3cupy.ops.mla_prefill_config import OPS as PREFILL_OPS
 from k3cupy.ops.mla_prefill_config import dispatched_configs as dispatched_prefill_configs
 from k3cupy.ops.mla_prefill_validate import check_config
-from k3cupy.runtime import devices, instances, toolchain
+from k3cupy.runtime import devices, instances
 from k3cupy.runtime.instances import Instance
 
 _CACHES = {"bf16": "same", "fp16": "same", "same": "same", "fp8": "fp8", "fp8_ds_mla": "ds_mla"}
@@ -123,7 +123,7 @@ def warmup(
             _flags(residual),
             config,
         )
-        ordinal = _checked_device(device)
+        ordinal = checks.gpu_ordinal(device)
         return _load(calls.instances(devices.info(ordinal)), ordinal, max_workers, progress)
     _refuse(
         op,
@@ -162,15 +162,7 @@ def warmup(
                 [prefill_config] if prefill_config else dispatched_prefill_configs(variant)
             )
         )
-    return _load(chosen, _checked_device(device), max_workers, progress)
-
-
-def _checked_device(device: int | None) -> int:
-    count = devices.count()
-    ordinal = int(toolchain.cupy().cuda.runtime.getDevice()) if device is None else device
-    if not 0 <= ordinal < count:
-        checks.reject("device", f"a GPU ordinal below {count}", repr(device))
-    return ordinal
+    return _load(chosen, checks.gpu_ordinal(device), max_workers, progress)
 
 
 def _load(chosen: Sequence[Instance], device: int, max_workers: int | None, progress: bool) -> int:

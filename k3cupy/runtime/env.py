@@ -1,9 +1,11 @@
 """The environment variables that k3cupy reads, all of them, in one place.
 
-| variable          | meaning                                                   | read      |
-| ----------------- | --------------------------------------------------------- | --------- |
-| K3CUPY_SOURCE_DIR | an edited copy of ``cuda_src``, compiled in place of ours | each call |
-| K3CUPY_CHECK      | 1: verify slots and positions on the device (waits for it) | each call |
+| variable               | meaning                                                    | read      |
+| ---------------------- | ---------------------------------------------------------- | --------- |
+| K3CUPY_SOURCE_DIR      | an edited copy of ``cuda_src``, compiled in place of ours  | each call |
+| K3CUPY_CHECK           | 1: verify slots and positions on the device (waits for it) | each call |
+| K3CUPY_BATCH_INVARIANT | 1: batch-invariant products in low-latency linear          | each call |
+| K3CUPY_CACHE_DIR       | where measurements of this machine's GPUs are kept         | once      |
 
 Compiled binaries are kept by CuPy, in the directory that CUPY_CACHE_DIR names.
 """
@@ -19,6 +21,7 @@ from typing import Any
 _values: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
 _SOURCE_DIR = os.environ.encodekey("K3CUPY_SOURCE_DIR")
 _CHECK = os.environ.encodekey("K3CUPY_CHECK")
+_BATCH_INVARIANT = os.environ.encodekey("K3CUPY_BATCH_INVARIANT")
 
 
 def source_dir() -> str | None:
@@ -29,3 +32,15 @@ def source_dir() -> str | None:
 def check_enabled() -> bool:
     """Return whether K3CUPY_CHECK asks for device-side checks."""
     return _CHECK in _values and os.environ.get("K3CUPY_CHECK", "0") not in ("", "0")
+
+
+def batch_invariant() -> bool:
+    """Return whether K3CUPY_BATCH_INVARIANT asks for batch-invariant products."""
+    if _BATCH_INVARIANT not in _values:
+        return False
+    return os.environ.get("K3CUPY_BATCH_INVARIANT", "0") not in ("", "0")
+
+
+def cache_dir() -> str | None:
+    """Return the directory named by K3CUPY_CACHE_DIR, or None."""
+    return os.environ.get("K3CUPY_CACHE_DIR") or None

@@ -15,7 +15,7 @@ import hashlib
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,12 +121,10 @@ def load(name: str) -> Source:
         if known is not None and (overridden() is None or _stamps_hold(known[0])):
             return known[1]
         files = _closure(folder, name)
-        digest = hashlib.sha256()
-        for path, text in files.items():
-            digest.update(f"{path.relative_to(folder)}\0{len(text)}\0{text}".encode())
+        digest = _digest(files, folder)
         stamps = tuple((path, *_stamp(path)) for path in files)
-        text = f"// k3cupy {digest.hexdigest()}\n#line 1\n{files[folder / name]}"
-        source = Source(text=text, digest=digest.hexdigest(), directory=folder)
+        text = f"// k3cupy {digest}\n#line 1\n{files[folder / name]}"
+        source = Source(text=text, digest=digest, directory=folder)
         _loaded[folder, name] = stamps, source
         return source
 
@@ -136,6 +134,26 @@ def epoch(name: str) -> str | None:
     if _override.get() is None and env.source_dir() is None:
         return None
     return load(name).digest
+
+
+def shipped_digest(*names: str) -> str:
+    """Return a digest of sources of the package, whatever edited copy is named.
+
+    Raises:
+        ToolchainError: the installation is incomplete.
+    """
+    folder = shipped()
+    files: dict[Path, str] = {}
+    for name in names:
+        files |= _closure(folder, name)
+    return _digest(files, folder)
+
+
+def _digest(files: Mapping[Path, str], folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path, text in files.items():
+        digest.update(f"{path.relative_to(folder)}\0{len(text)}\0{text}".encode())
+    return digest.hexdigest()
 
 
 def _stamp(path: Path) -> tuple[int, int]:

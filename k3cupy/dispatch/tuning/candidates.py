@@ -6,14 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from k3cupy.ops.gemm_entry import GemmEntry, key_of
-from k3cupy.ops.gemm_tables import TOKEN_CLASSES, class_of
-from k3cupy.ops.skinny_gemm_config import SkinnyGemmVariant
-
 from k3cupy.dispatch.presets import Shapes
 from k3cupy.ops import checks, fused_a_gemm_choice, gemm_tables, skinny_gemm_choice
 from k3cupy.ops.fused_a_gemm_choice import tile_m_of
-from k3cupy.ops.fused_a_gemm_config import K_MULTIPLE, FusedAGemmVariant
+from k3cupy.ops.fused_a_gemm_config import K_MULTIPLE as FUSED_A_K_MULTIPLE
+from k3cupy.ops.fused_a_gemm_config import FusedAGemmVariant
+from k3cupy.ops.gemm_entry import GemmEntry, key_of
+from k3cupy.ops.gemm_tables import TOKEN_CLASSES, class_of
+from k3cupy.ops.skinny_gemm_config import K_MULTIPLE, MAX_TOKENS, SkinnyGemmVariant
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.instances import Instance
 
@@ -101,9 +101,8 @@ def _checked_shapes(shapes: Iterable[Any]) -> list[tuple[int, int]]:
             is_pair = False
         if not is_pair:
             checks.reject("shapes", "pairs (N, K) of integers above 0", repr(shape))
-        if k % skinny_gemm_choice.K_MULTIPLE:
-            multiple = skinny_gemm_choice.K_MULTIPLE
-            checks.reject("shapes", f"K a multiple of {multiple}", repr(shape))
+        if k % K_MULTIPLE:
+            checks.reject("shapes", f"K a multiple of {K_MULTIPLE}", repr(shape))
         found.append((n, k))
     if not found:
         checks.reject("shapes", "at least one", "none")
@@ -139,7 +138,7 @@ def candidates(target: Target, known: Known, device: DeviceInfo) -> tuple[Candid
 
 
 def _fused(target: Target, known: Known, device: DeviceInfo) -> Iterable[Candidate]:
-    if target.k % K_MULTIPLE:
+    if target.k % FUSED_A_K_MULTIPLE:
         return ()
     here = target.tokens
     above = class_of(here)
@@ -154,7 +153,7 @@ def _fused(target: Target, known: Known, device: DeviceInfo) -> Iterable[Candida
 
 
 def _skinny(target: Target, device: DeviceInfo) -> Iterable[Candidate]:
-    if target.tokens > skinny_gemm_choice.MAX_TOKENS:
+    if target.tokens > MAX_TOKENS:
         return ()
     every = skinny_gemm_choice.candidates(target.n, target.k, target.tokens, device)
     return [Candidate(SKINNY, config) for config in every]

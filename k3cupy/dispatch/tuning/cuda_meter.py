@@ -9,12 +9,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
-from k3cupy.ops.skinny_gemm import skinny_gemm
 
 from k3cupy.dispatch.presets import Shapes
 from k3cupy.dispatch.tuning.candidates import FUSED_A, LINEAR, Candidate, Target
 from k3cupy.dispatch.tuning.engine import Effort
 from k3cupy.ops.fused_a_gemm import fused_a_gemm
+from k3cupy.ops.skinny_gemm import skinny_gemm
 from k3cupy.runtime import devices, instances
 from k3cupy.runtime.errors import CompileError
 from k3cupy.runtime.instances import Instance

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from k3cupy.ops.gemm_entry import GemmEntry, fastest_of
-
 from k3cupy.dispatch.tuning.candidates import LINEAR, Candidate, Known, Target, candidates
+from k3cupy.ops.gemm_entry import GemmEntry, fastest_of
 from k3cupy.runtime.devices import DeviceInfo
 
 _CLEARLY_BEHIND = 1.15
@@ -64,7 +63,9 @@ class Measured:
     refused: Mapping[Candidate, str]
 
 
-def measure_all(wanted: Sequence[Target], known: Known, meter: Meter) -> Iterator[Measured]:
+def measure_all(
+    wanted: Sequence[Target], known: Known, meter: Meter
+) -> Generator[Measured, None, None]:
     """Yield one product after the other, each as soon as it has been measured.
 
     What the later ones need is compiled while the earlier ones are measured.

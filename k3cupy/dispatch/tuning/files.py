@@ -8,9 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from k3cupy.ops.gemm_entry import GemmEntry, entry_of
-
 from k3cupy.ops import checks, gemm_cache
+from k3cupy.ops.gemm_entry import GemmEntry, entry_of
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.timing import environment
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from k3cupy.ops.gemm_entry import GemmEntry
 from k3cupy.dispatch.tuning.candidates import Target
 from k3cupy.dispatch.tuning.engine import Measured
+from k3cupy.ops.gemm_entry import GemmEntry
 
 _MARKS = {"fused_a": "F", "skinny": "S"}
 _WIDTH = 200

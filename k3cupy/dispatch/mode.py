@@ -1,0 +1,89 @@
+"""Batch-invariant mode: for a call, for a block of code, for the process, or by the environment."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+from k3cupy.ops import checks
+from k3cupy.runtime import env
+
+_of_process: bool | None = None
+_of_block: ContextVar[bool | None] = ContextVar("k3cupy_batch_invariant", default=None)
+
+
+def set_batch_invariant(enabled: bool) -> None:
+    """Turn batch-invariant mode on or off for the whole process.
+
+    While it is on, every product of low-latency linear that our kernels can compute goes to the
+    batch-invariant fused-A GEMM, whatever tables say: the bits of a row depend neither on the
+    number of rows nor on the other rows. It goes before the environment variable
+    K3CUPY_BATCH_INVARIANT; ``batch_invariant_mode`` and a call's own argument go before it.
+
+    Raises:
+        TypeError: not a bool.
+
+    Example:
+        >>> k3cupy.set_batch_invariant(True)
+        >>> k3cupy.is_batch_invariant()
+        True
+        >>> k3cupy.set_batch_invariant(False)
+    """
+    global _of_process
+    checks.check_flags(enabled=enabled)
+    _of_process = enabled
+
+
+def is_batch_invariant() -> bool:
+    """Return whether a call that says nothing of its own is batch invariant here and now.
+
+    Example:
+        >>> k3cupy.is_batch_invariant()
+        False
+    """
+    found = _of_block.get()
+    if found is None:
+        found = _of_process
+    return env.batch_invariant() if found is None else found
+
+
+@contextlib.contextmanager
+def batch_invariant_mode(enabled: bool = True) -> Iterator[None]:
+    """Turn batch-invariant mode on, or off, inside a ``with`` block.
+
+    It holds for the present thread, or for the present asyncio task and those that it starts.
+
+    Args:
+        enabled: False turns it off inside a process that has it on.
+
+    Raises:
+        TypeError: not a bool.
+
+    Example:
+        >>> with k3cupy.batch_invariant_mode():
+        ...     k3cupy.is_batch_invariant()
+        True
+    """
+    checks.check_flags(enabled=enabled)
+    token = _of_block.set(enabled)
+    try:
+        yield
+    finally:
+        _of_block.reset(token)
+
+
+def resolved(batch_invariant: Any) -> bool:
+    """Return what a call's argument means: None for the mode.
+
+    Raises:
+        TypeError: neither None nor a bool.
+    """
+    if batch_invariant is None:
+        return is_batch_invariant()
+    if not isinstance(batch_invariant, bool):
+        checks.reject(
+            "batch_invariant", "None, True or False", repr(batch_invariant), error=TypeError
+        )
+    return batch_invariant
