@@ -6,6 +6,7 @@ the package makes no driver call and loads neither CuPy nor PyTorch.
 
 from __future__ import annotations
 
+from k3cupy.dispatch.tune import tune
 from k3cupy.ops.decision import Decision
 from k3cupy.ops.fused_a_gemm import dsv3_fused_a_gemm, explain_fused_a_gemm, fused_a_gemm
 from k3cupy.ops.fused_a_gemm_config import FusedAGemmConfig, FusedAGemmVariant
@@ -58,5 +59,6 @@ __all__ = [
     "show_config",
     "skinny_gemm",
     "source_dir",
+    "tune",
     "warmup",
 ]

@@ -10,6 +10,7 @@ from typing import Any
 
 from k3cupy import projections
 from k3cupy.ops import checks
+from k3cupy.ops.skinny_gemm_config import K_MULTIPLE
 
 Shapes = tuple[tuple[int, int], ...]
 """(N, K) of weights, each once."""
@@ -104,5 +105,6 @@ def _linear_shapes(module: Any, torch: Any) -> Iterator[tuple[int, int]]:
             isinstance(layer, torch.nn.Linear)
             and layer.bias is None
             and layer.weight.dtype == torch.bfloat16
+            and layer.in_features % K_MULTIPLE == 0
         ):
-            yield tuple(layer.weight.shape)
+            yield layer.out_features, layer.in_features

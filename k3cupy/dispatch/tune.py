@@ -115,13 +115,12 @@ class Job:
         """A line a shape: what would be measured."""
         done = len(self.targets) - len(self.todo)
         lines = [f"{self.device.name}: {len(self.todo)} products to measure, {done} are known"]
-        shapes = dict.fromkeys((t.n, t.k, t.residual) for t in self.todo)
-        for n, k, residual in shapes:
-            here = [t for t in self.todo if (t.n, t.k, t.residual) == (n, k, residual)]
+        for row in dict.fromkeys(target.row for target in self.todo):
+            here = [target for target in self.todo if target.row == row]
             some = {c for t in here for c in candidates(t, self.known, self.device)}
-            told = "the best of these with a residual" if residual else f"{len(some)} candidates"
-            counts = ", ".join(str(t.tokens) for t in here)
-            lines.append(f"  {n}x{k}: M = {counts}; {told}")
+            told = "the best of these" if here[0].residual else f"{len(some)} candidates"
+            counts = ", ".join(str(target.tokens) for target in here)
+            lines.append(f"  {row}: M = {counts}; {told}")
         return "\n".join(lines)
 
 

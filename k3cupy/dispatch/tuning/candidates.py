@@ -39,9 +39,14 @@ class Target:
         """What names the product, as ``GemmEntry.key``."""
         return self.n, self.k, self.tokens, self.residual
 
+    @property
+    def row(self) -> str:
+        """The weight, for people: ``2112x7168`` or ``2112x7168 + residual``."""
+        return f"{self.n}x{self.k}{' + residual' if self.residual else ''}"
+
     def __str__(self) -> str:
-        """For people: ``2112x7168, M = 4, residual``."""
-        return f"{self.n}x{self.k}, M = {self.tokens}{', residual' if self.residual else ''}"
+        """For people: ``2112x7168, M = 4`` or ``2112x7168 + residual, M = 4``."""
+        return f"{self.row}, M = {self.tokens}"
 
 
 @dataclass(frozen=True)

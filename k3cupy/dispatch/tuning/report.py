@@ -78,16 +78,12 @@ class TuneReport:
         table.add_column("N x K")
         for count in tokens:
             table.add_column(f"M={count}", justify="right")
-        rows: dict[tuple[int, int, bool], dict[int, GemmEntry]] = {}
+        rows: dict[str, dict[int, GemmEntry]] = {}
         for entry in self.entries:
-            rows.setdefault((entry.n, entry.k, entry.residual), {})[entry.tokens] = entry
-        for (n, k, residual), found in rows.items():
-            table.add_row(_name(n, k, residual), *(_cell(found.get(count)) for count in tokens))
+            rows.setdefault(Target(*entry.key).row, {})[entry.tokens] = entry
+        for name, found in rows.items():
+            table.add_row(name, *(_cell(found.get(count)) for count in tokens))
         return table
-
-
-def _name(n: int, k: int, residual: bool) -> str:
-    return f"{n}x{k}{' + residual' if residual else ''}"
 
 
 def _cell(entry: GemmEntry | None) -> str:
@@ -157,19 +153,15 @@ class Watch:
 
     def _is_last_of_shape(self) -> bool:
         here, rest = self._targets[len(self._done) - 1], self._targets[len(self._done) :]
-        return not rest or _row(rest[0]) != _row(here)
+        return not rest or rest[0].row != here.row
 
     def _print_shape(self, target: Target) -> None:
-        of_shape = [e for e in self._done if (e.n, e.k, e.residual) == _row(target)]
+        of_shape = [e for e in self._done if Target(*e.key).row == target.row]
         self._console.print(
-            f"{_name(*_row(target))}: {len(of_shape)} measured, "
+            f"{target.row}: {len(of_shape)} measured, "
             f"{mean_speed_up(of_shape):.2f} x the framework's linear",
             soft_wrap=True,
         )
-
-
-def _row(target: Target) -> tuple[int, int, bool]:
-    return target.n, target.k, target.residual
 
 
 def refusals(measured: Measured) -> tuple[str, ...]:
