@@ -1,4 +1,4 @@
-"""What the tuner keeps: the user cache, interruptions, several at once, files to share, commands."""
+"""What the tuner keeps: the user cache, interruptions, several at once, shared files, commands."""
 
 from __future__ import annotations
 
