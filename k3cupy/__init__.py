@@ -6,7 +6,17 @@ the package makes no driver call and loads neither CuPy nor PyTorch.
 
 from __future__ import annotations
 
+from k3cupy.dispatch.decision import LinearDecision
+from k3cupy.dispatch.linear import (
+    explain_low_latency_gemm,
+    low_latency_linear,
+    select_backend,
+    try_low_latency_gemm,
+)
+from k3cupy.dispatch.mode import batch_invariant_mode, is_batch_invariant, set_batch_invariant
+from k3cupy.dispatch.report import DispatchReport, dispatch_report, reset_dispatch_report
 from k3cupy.dispatch.tune import tune
+from k3cupy.dispatch.warmup import warmup_low_latency_gemm
 from k3cupy.ops.decision import Decision
 from k3cupy.ops.fused_a_gemm import dsv3_fused_a_gemm, explain_fused_a_gemm, fused_a_gemm
 from k3cupy.ops.fused_a_gemm_config import FusedAGemmConfig, FusedAGemmVariant
@@ -34,8 +44,10 @@ __all__ = [
     "CaptureError",
     "CompileError",
     "Decision",
+    "DispatchReport",
     "FusedAGemmConfig",
     "FusedAGemmVariant",
+    "LinearDecision",
     "MlaDecodeConfig",
     "MlaDecodeVariant",
     "MlaPrefillConfig",
@@ -43,9 +55,12 @@ __all__ = [
     "SkinnyGemmConfig",
     "SkinnyGemmVariant",
     "ToolchainError",
+    "batch_invariant_mode",
     "config_info",
+    "dispatch_report",
     "dsv3_fused_a_gemm",
     "explain_fused_a_gemm",
+    "explain_low_latency_gemm",
     "explain_mla_decode",
     "explain_mla_prefill",
     "explain_skinny_gemm",
@@ -56,9 +71,16 @@ __all__ = [
     "fused_mla_kv_concat",
     "fused_mla_kv_concat_quant_fp8",
     "fused_mla_qkv_quant_kv_cache_fp8_insert",
+    "is_batch_invariant",
+    "low_latency_linear",
+    "reset_dispatch_report",
+    "select_backend",
+    "set_batch_invariant",
     "show_config",
     "skinny_gemm",
     "source_dir",
+    "try_low_latency_gemm",
     "tune",
     "warmup",
+    "warmup_low_latency_gemm",
 ]

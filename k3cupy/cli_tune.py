@@ -11,7 +11,6 @@ from k3cupy.cli_options import shape_option
 from k3cupy.dispatch import tune as tuning
 from k3cupy.dispatch.presets import preset_names
 from k3cupy.dispatch.tuning import files
-from k3cupy.ops import checks
 from k3cupy.runtime import devices
 from k3cupy.runtime.errors import CompileError, ToolchainError
 
@@ -58,7 +57,7 @@ def tune(
     """
     try:
         if source is not None:
-            gpu = devices.info(checks.gpu_ordinal(device))
+            gpu = devices.info(devices.ordinal_of(device))
             count = len(files.import_file(source, gpu))
             click.echo(f"{count} measurements of {gpu.name} were added")
             return

@@ -12,10 +12,9 @@ from tune_helpers import GPU, H200, LINEAR_US, FakeMeter, made_up_us, run, use_f
 import k3cupy
 from k3cupy.dispatch import presets
 from k3cupy.dispatch import tune as tuning
+from k3cupy.dispatch.plans import FUSED_A, SKINNY
 from k3cupy.dispatch.tuning.candidates import (
-    FUSED_A,
     LINEAR,
-    SKINNY,
     Candidate,
     Target,
     candidates,

@@ -147,7 +147,7 @@ def prepare(
             f"edited ones in {sources.overridden()}",
             "Unset it, or compare with `python -m k3cupy bench linear`",
         )
-    gpu = devices.info(checks.gpu_ordinal(device))
+    gpu = devices.info(devices.ordinal_of(device))
     entries = gemm_cache.read(gemm_cache.path_of(gpu), gpu.name)
     asked = {target.key for target in wanted}
     known = {e.key: e for e in entries if not (again and e.key in asked)}

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from k3cupy.runtime import devices, toolchain
 from k3cupy.runtime.dlpack import packed_strides
 from k3cupy.runtime.tensors import ALIGNMENT, TensorView, may_overlap
 
@@ -159,20 +158,6 @@ def check_grad(views: Mapping[str, TensorView]) -> None:
                 "one that requires grad while grad mode is on",
                 "Call inside torch.no_grad() or torch.inference_mode()",
             )
-
-
-def gpu_ordinal(device: int | None) -> int:
-    """Return the ordinal of a GPU that exists; of the current one for None.
-
-    Raises:
-        ValueError: there is no such GPU.
-        ToolchainError: there is none at all.
-    """
-    count = devices.count()
-    ordinal = int(toolchain.cupy().cuda.runtime.getDevice()) if device is None else device
-    if not 0 <= ordinal < count:
-        reject("device", f"a GPU ordinal below {count}", repr(device))
-    return ordinal
 
 
 def check_flags(**flags: Any) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from k3cupy.ops import gemm_tables
 from k3cupy.ops.fused_a_gemm_config import FusedAGemmConfig
-from k3cupy.ops.gemm_entry import GemmEntry, Times
+from k3cupy.ops.gemm_entry import Times
 from k3cupy.ops.gemm_tables import TOKEN_CLASSES, GemmTable
 from k3cupy.runtime.devices import DeviceInfo
 
@@ -246,7 +246,7 @@ def _choose(
         config = _fastest(times, num_tokens, device)
         if entry is not None and config is not None:
             where = f"measured on {device.name} for {n} x {k}, M = {entry.tokens}"
-            return config, where + _lead_of_linear(entry, times[config])
+            return config, where + gemm_tables.lead_of_linear(entry, times[config])
     possible = candidates(n, k, num_tokens, device)
     if batch_invariant:
         possible = tuple(c for c in possible if c.order == _ORDER_OF_ALL)
@@ -256,11 +256,3 @@ def _choose(
         f"{gemm_tables.why_unknown(n, k, device)}: the best of {len(possible)} candidates by the "
         "cost model"
     )
-
-
-def _lead_of_linear(entry: GemmEntry, us: float) -> str:
-    """Return in words that ``F.linear`` was faster than a time, or nothing."""
-    linear = entry.linear_us
-    if linear is None or linear >= us:
-        return ""
-    return f"; F.linear was faster, {linear:.2f} against {us:.2f} us"

@@ -24,13 +24,15 @@ from typing import Any
 import platformdirs
 from filelock import FileLock
 
+from k3cupy.ops.fused_a_gemm_config import SOURCE as FUSED_A_SOURCE
 from k3cupy.ops.gemm_entry import GemmEntry, entry_of
+from k3cupy.ops.skinny_gemm_config import SOURCE as SKINNY_SOURCE
 from k3cupy.runtime import env, sources
 from k3cupy.runtime.devices import DeviceInfo
 
 SCHEMA = 1
 UNIT = "us a launch, cold weights"
-SOURCES = ("fused_a_gemm.cu",)
+SOURCES = (FUSED_A_SOURCE, SKINNY_SOURCE)
 _FOLDER = f"gemm-v{SCHEMA}"
 _LOCK_SECONDS = 60
 _AGAIN = "`python -m k3cupy tune` measures anew"

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from k3cupy.ops.fused_a_gemm_config import MAX_TOKENS
+from k3cupy.ops.fused_a_gemm_config import MAX_TOKENS, FusedAGemmConfig
+from k3cupy.ops.skinny_gemm_config import SkinnyGemmConfig
 
-BACKENDS = {
-    "fused_a": ("k3cupy.ops.fused_a_gemm_config", "FusedAGemmConfig"),
-    "skinny": ("k3cupy.ops.skinny_gemm_config", "SkinnyGemmConfig"),
+BACKENDS: Mapping[str, Callable[..., Any]] = {
+    "fused_a": FusedAGemmConfig,
+    "skinny": SkinnyGemmConfig,
 }
-"""Kernels that tables name -> where the class of their configurations is."""
+"""Kernels that tables name -> the class of their configurations."""
 
 Times = Mapping[Any, float]
 """Configuration -> microseconds a launch."""
+
+_KEPT = 8192
+"""Configurations whose names are kept: tables name the same ones again and again."""
 
 
 @dataclass(frozen=True)
@@ -111,34 +114,29 @@ def fastest_of(linear_us: float | None, times: Mapping[str, Times]) -> Choice | 
     return choice if linear_us is None or us < linear_us else None
 
 
+@functools.lru_cache(maxsize=_KEPT)
 def key_of(config: Any) -> str:
     """Return a configuration as a table writes it: its fields, as ``8/16/512/8/8/8/1/1/4``."""
     return "/".join(str(value) for value in dataclasses.astuple(config))
 
 
+@functools.lru_cache(maxsize=_KEPT)
 def config_of(backend: str, key: str) -> Any:
     """Return the configuration that a table writes as ``key``.
 
     Raises:
         ValueError: there is no such backend, or it has no such configuration.
     """
+    if backend not in BACKENDS:
+        raise ValueError(f"there is no backend {backend!r}")
     try:
-        config = _class_of(backend)(*(int(p) if p.isdigit() else p for p in key.split("/")))
+        config = BACKENDS[backend](*(int(part) for part in key.split("/")))
         valid = config.is_valid()
-    except (AttributeError, ImportError, TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ValueError(f"{backend} has no configuration {key!r}") from error
     if not valid:
         raise ValueError(f"{backend} cannot run the configuration {key!r}")
     return config
-
-
-@functools.cache
-def _class_of(backend: str) -> Callable[..., Any]:
-    if backend not in BACKENDS:
-        raise ValueError(f"there is no backend {backend!r}")
-    module, name = BACKENDS[backend]
-    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return found
 
 
 def entry_of(fields: Any, source: str, *, measured: bool = True) -> GemmEntry:

@@ -143,7 +143,17 @@ def why_unknown(n: int, k: int, device: DeviceInfo) -> str:
     measured = [t for t in tables_of(device) if t.source != PUBLIC and t.entries]
     if measured:
         return f"{n} x {k} is not in the table of {device.name}"
-    return f"{device.name} has no measured table"
+    others = [t.gpu for t in shipped() if t.source == SHIPPED and t.arch == device.arch and t.gpu]
+    does_not_hold = f" (that of {' and '.join(others)} does not hold for it)" if others else ""
+    return f"{device.name} has no measured table{does_not_hold}"
+
+
+def lead_of_linear(entry: GemmEntry, us: float) -> str:
+    """Return in words that ``F.linear`` was faster than a kernel's time, or nothing."""
+    linear = entry.linear_us
+    if linear is None or linear >= us:
+        return ""
+    return f"; F.linear was faster, {linear:.2f} against {us:.2f} us"
 
 
 def _user_table(device: DeviceInfo) -> GemmTable:

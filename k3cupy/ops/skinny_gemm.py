@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from k3cupy.ops import checks
+from k3cupy.ops import checks, gemm_tables
 from k3cupy.ops.decision import Decision
 from k3cupy.ops.plan_cache import PlanCache
 from k3cupy.ops.skinny_gemm_config import SOURCE, SkinnyGemmConfig
@@ -76,10 +76,11 @@ def skinny_gemm(
         checks.check_flags(pdl=pdl, weight_is_static=weight_is_static)
     values = (x, weight, out, residual)
     addresses, signature, owners = ARGUMENTS.probe(values, stream)
-    key = (*signature, pdl, weight_is_static, config, sources.epoch(SOURCE))
+    options = (pdl, weight_is_static, config)
+    key = (*signature, options, gemm_tables.generation(), sources.epoch(SOURCE))
     plan = _plans.get(key)
     if plan is None:
-        plan = make_plan(values, Options(pdl, weight_is_static, config), stream)
+        plan = make_plan(values, Options(*options), stream)
         _plans.remember(key, plan)
     result = plan.run(values, addresses, stream)
     del owners  # memory that exists only for this call has been used, or queued to be

@@ -123,7 +123,7 @@ def warmup(
             _flags(residual),
             config,
         )
-        ordinal = checks.gpu_ordinal(device)
+        ordinal = devices.ordinal_of(device)
         return _load(calls.instances(devices.info(ordinal)), ordinal, max_workers, progress)
     _refuse(
         op,
@@ -162,7 +162,7 @@ def warmup(
                 [prefill_config] if prefill_config else dispatched_prefill_configs(variant)
             )
         )
-    return _load(chosen, checks.gpu_ordinal(device), max_workers, progress)
+    return _load(chosen, devices.ordinal_of(device), max_workers, progress)
 
 
 def _load(chosen: Sequence[Instance], device: int, max_workers: int | None, progress: bool) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from k3cupy.runtime import toolchain
 from k3cupy.runtime.errors import ToolchainError
@@ -55,6 +56,29 @@ def count() -> int:
     if number == 0:
         raise ToolchainError("the driver gives no GPU")
     return number
+
+
+def ordinal_of(device: Any) -> int:
+    """Return the ordinal of a GPU that a caller named.
+
+    Args:
+        device: an ordinal, ``"cuda"``, ``"cuda:1"`` or an object with ``type`` and ``index``, as
+            PyTorch's; None, or no index: the current GPU.
+
+    Raises:
+        ValueError: there is no such GPU.
+        ToolchainError: CuPy is missing or the driver gives no GPU.
+    """
+    number = count()
+    kind, index = getattr(device, "type", "cuda"), getattr(device, "index", device)
+    if isinstance(device, str):
+        kind, _, text = device.partition(":")
+        index = int(text) if text.isdigit() else text or None
+    if index is None:
+        index = toolchain.cupy().cuda.runtime.getDevice()
+    if kind != "cuda" or not isinstance(index, int) or not 0 <= index < number:
+        raise ValueError(f"device: expected a GPU ordinal below {number}, got {device!r}")
+    return int(index)
 
 
 @functools.cache

@@ -6,18 +6,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from k3cupy.dispatch import backends
+from k3cupy.dispatch.decision import LINEAR as FRAMEWORK
+from k3cupy.dispatch.plans import FUSED_A
 from k3cupy.dispatch.presets import Shapes
-from k3cupy.ops import checks, fused_a_gemm_choice, gemm_tables, skinny_gemm_choice
+from k3cupy.ops import checks, gemm_tables
 from k3cupy.ops.fused_a_gemm_choice import tile_m_of
-from k3cupy.ops.fused_a_gemm_config import K_MULTIPLE as FUSED_A_K_MULTIPLE
-from k3cupy.ops.fused_a_gemm_config import FusedAGemmVariant
 from k3cupy.ops.gemm_entry import GemmEntry, key_of
 from k3cupy.ops.gemm_tables import TOKEN_CLASSES, class_of
-from k3cupy.ops.skinny_gemm_config import K_MULTIPLE, MAX_TOKENS, SkinnyGemmVariant
+from k3cupy.ops.skinny_gemm_config import K_MULTIPLE
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.instances import Instance
-
-FUSED_A, SKINNY = "fused_a", "skinny"
 
 _BEST_OF_NEIGHBOUR = 4
 """Between the token classes only as many of the neighbours' best are measured."""
@@ -62,19 +61,18 @@ class Candidate:
     config: Any = None
 
     def instance(self, target: Target) -> Instance:
-        """Return what has to be compiled to run it."""
-        if self.backend == FUSED_A:
-            fused = FusedAGemmVariant(weight_is_static=True, has_residual=target.residual)
-            return self.config.instance(fused)  # type: ignore[no-any-return]
-        skinny = SkinnyGemmVariant(weight_is_static=True, has_residual=target.residual)
-        return self.config.instance(skinny)  # type: ignore[no-any-return]
+        """Return what has to be compiled to run it, as a linear layer calls it with packed x."""
+        backend = backends.get(self.backend)
+        return next(
+            backend.instances(self.config, weight_is_static=True, has_residual=target.residual)
+        )
 
     def __str__(self) -> str:
         """As tables name it: ``fused_a 8/16/512/8/8/8/1/1/4``."""
         return self.backend if self.config is None else f"{self.backend} {key_of(self.config)}"
 
 
-LINEAR = Candidate("linear")
+LINEAR = Candidate(FRAMEWORK)
 
 Known = Mapping[tuple[int, int, int, bool], GemmEntry]
 """What was measured so far, by ``Target.key``."""
@@ -139,37 +137,39 @@ def candidates(target: Target, known: Known, device: DeviceInfo) -> tuple[Candid
     """
     if target.residual:
         return _best_for_residual(target, known)
-    return (*_fused(target, known, device), *_skinny(target, device))
+    found = [c for name in backends.names() for c in _every(name, target, device)]
+    neighbours = _best_of_neighbours(target, known)
+    if neighbours:
+        found = [*neighbours, *(c for c in found if c.backend != FUSED_A)]
+    return tuple(found)
 
 
-def _fused(target: Target, known: Known, device: DeviceInfo) -> Iterable[Candidate]:
-    if target.k % FUSED_A_K_MULTIPLE:
+def _every(name: str, target: Target, device: DeviceInfo) -> list[Candidate]:
+    """Return all that a backend has to offer for a product."""
+    backend, numbers = backends.get(name), (target.n, target.k, target.tokens)
+    if backend.why_not(*numbers) is not None:
+        return []
+    return [Candidate(name, config) for config in backend.candidates(*numbers, device)]
+
+
+def _best_of_neighbours(target: Target, known: Known) -> Iterable[Candidate]:
+    """Return the best of fused-A in the classes around a number of tokens that is none itself."""
+    here, above = target.tokens, class_of(target.tokens)
+    if here == above:
         return ()
-    here = target.tokens
-    above = class_of(here)
     best = _best(known, Target(target.n, target.k, above), FUSED_A, _BEST_OF_NEIGHBOUR)
-    if here == above or not best:
-        every = fused_a_gemm_choice.candidates(target.n, target.k, here, device)
-        return [Candidate(FUSED_A, config) for config in every]
     below = max(count for count in TOKEN_CLASSES if count < here)
-    if tile_m_of(below) == tile_m_of(here):
+    if best and tile_m_of(below) == tile_m_of(here):
         best += _best(known, Target(target.n, target.k, below), FUSED_A, _BEST_OF_NEIGHBOUR)
     return dict.fromkeys(best)
-
-
-def _skinny(target: Target, device: DeviceInfo) -> Iterable[Candidate]:
-    if target.tokens > MAX_TOKENS:
-        return ()
-    every = skinny_gemm_choice.candidates(target.n, target.k, target.tokens, device)
-    return [Candidate(SKINNY, config) for config in every]
 
 
 def _best_for_residual(target: Target, known: Known) -> tuple[Candidate, ...]:
     plain = Target(target.n, target.k, target.tokens)
     return tuple(
         candidate
-        for backend in (FUSED_A, SKINNY)
-        for candidate in _best(known, plain, backend, _BEST_FOR_RESIDUAL)
+        for name in backends.names()
+        for candidate in _best(known, plain, name, _BEST_FOR_RESIDUAL)
     )
 
 

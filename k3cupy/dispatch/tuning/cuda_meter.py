@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from k3cupy.dispatch.plans import FUSED_A
 from k3cupy.dispatch.presets import Shapes
-from k3cupy.dispatch.tuning.candidates import FUSED_A, LINEAR, Candidate, Target
+from k3cupy.dispatch.tuning.candidates import LINEAR, Candidate, Target
 from k3cupy.dispatch.tuning.engine import Effort
 from k3cupy.ops.fused_a_gemm import fused_a_gemm
 from k3cupy.ops.skinny_gemm import skinny_gemm

@@ -10,11 +10,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from k3cupy.dispatch.plans import FUSED_A, SKINNY
 from k3cupy.dispatch.tuning.candidates import Target
 from k3cupy.dispatch.tuning.engine import Measured
 from k3cupy.ops.gemm_entry import GemmEntry
 
-_MARKS = {"fused_a": "F", "skinny": "S"}
+_MARKS = {FUSED_A: "F", SKINNY: "S"}
 _WIDTH = 200
 
 
