@@ -25,7 +25,7 @@ def made_up_us(target: Target, candidate: Candidate) -> float:
     """From 10 to 19.99, the same in every process; the framework's linear takes 20."""
     if candidate == LINEAR:
         return LINEAR_US
-    return 10 + zlib.crc32(f"{target} {candidate}".encode()) % 1000 / 100
+    return round(10 + zlib.crc32(f"{target} {candidate}".encode()) % 1000 / 100, 2)
 
 
 @dataclass

@@ -153,6 +153,29 @@ def gemm_command(
         click.echo(f"wrote {plot}")
 
 
+@bench.command("linear")
+@shape_option("N x K as 2112x7168; all of Kimi-K3's by default.")
+@click.option("--tokens", multiple=True, type=click.IntRange(1, 64), help="M; 1 to 16.")
+@_result_options
+def linear_command(
+    shapes: tuple[tuple[int, int], ...],
+    tokens: tuple[int, ...],
+    path: Path | None,
+    commit: str | None,
+) -> None:
+    """Low-latency linear: what it chooses, against F.linear and the best of the tables.
+
+    The two projections that read a slice of a wider tensor are measured too.
+    """
+    _need_gpu()
+    from k3cupy import projections
+    from k3cupy.bench import linear
+
+    wanted = shapes or [(p.n, p.k) for p in projections.shapes()]
+    entries = linear.run(wanted, tokens or linear.TOKENS)
+    _show(linear.as_document(list(entries), commit), path)
+
+
 @bench.command("apply")
 @click.argument("results", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
 @click.option("--table", type=click.Path(path_type=Path), help="Write the shipped table there.")
@@ -160,13 +183,28 @@ def gemm_command(
 def apply_command(results: tuple[Path, ...], table: Path | None, page: Path | None) -> None:
     """Make the shipped table, or the docs' figures, from result files.
 
-    Of several runs the table takes the mean, the page the last.
+    Of several runs the table takes the mean, the page the last. The table of the GEMMs is made from
+    files of `tune --export`, which have no figures for the docs.
     """
     from k3cupy.bench import forms, report
 
     documents = [json.loads(result.read_text(encoding="utf-8")) for result in results]
-    if table is not None:
-        report.write_json(table, report.shipped_table(report.averaged(documents)))
-    if page is not None:
-        chosen = report.with_shipped_choice(documents[-1])
-        report.insert_markdown(page, report.markdown(chosen), forms.form_of(chosen).marker)
+    try:
+        if "schema" in documents[0]:
+            _apply_exports(results, table, page)
+            return
+        if table is not None:
+            report.write_json(table, report.shipped_table(report.averaged(documents)))
+        if page is not None:
+            chosen = report.with_shipped_choice(documents[-1])
+            report.insert_markdown(page, report.markdown(chosen), forms.form_of(chosen).marker)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _apply_exports(exports: tuple[Path, ...], table: Path | None, page: Path | None) -> None:
+    from k3cupy.bench import gemm_table
+
+    if table is None or page is not None:
+        raise click.UsageError("files of `tune --export` make a table: say --table, and no --page")
+    gemm_table.write_mean(exports, table)

@@ -231,6 +231,44 @@ def _gemm_cells(entry: Entry) -> list[str]:
     ]
 
 
+# --- Low-latency linear --------------------------------------------------------------------------
+
+_PAGE_TOKENS = (1, 2, 4, 8, 12, 16)
+
+
+def linear_summary(entry: Entry) -> dict[str, Any]:
+    """Return the figures of an entry that decide, as ratios of times.
+
+    ``over_best`` is against the best of ``F.linear`` and the candidates measured in the same run,
+    ``speed_up`` against ``F.linear``.
+    """
+    times = {"linear": entry["linear_us"], **entry["candidates"]}
+    best = min(times, key=lambda name: times[name])
+    us = entry["dispatched_us"]
+    return {
+        "best": best,
+        "best_us": times[best],
+        "over_best": us / times[best],
+        "over_floor": us / entry["floor_us"],
+        "speed_up": entry["linear_us"] / us,
+    }
+
+
+def _linear_cells(entry: Entry) -> list[str]:
+    s = linear_summary(entry)
+    return [
+        entry["kind"],
+        str(entry["tokens"]),
+        f"{entry['floor_us']:.2f}",
+        f"{entry['linear_us']:.2f}",
+        f"{entry['dispatched_us']:.2f}",
+        f"{s['speed_up']:.2f}",
+        f"{s['over_floor']:.2f}",
+        f"{s['over_best']:.3f}" if entry["candidates"] else "-",
+        entry["dispatched"],
+    ]
+
+
 FORMS = {
     "decode": Form(
         title="MLA decode epilogue, microseconds a launch",
@@ -306,5 +344,27 @@ FORMS = {
         cells=_gemm_cells,
         identity=("kind", "tokens"),
         is_for_page=lambda entry: entry["kind"] in PAGE_SHAPES,
+    ),
+    "linear": Form(
+        title="Low-latency linear, cold weights, microseconds a launch",
+        marker="linear-results",
+        header=(
+            "N x K",
+            "M",
+            "floor",
+            "F.linear",
+            "ours",
+            "speed-up",
+            "x floor",
+            "x best",
+            "what ran",
+        ),
+        left=1,
+        cells=_linear_cells,
+        identity=("kind", "tokens"),
+        is_for_page=lambda entry: (
+            entry["tokens"] in _PAGE_TOKENS
+            and (entry["kind"] in PAGE_SHAPES or " of " in entry["kind"])
+        ),
     ),
 }

@@ -8,24 +8,22 @@ kernel that streams the same bytes and does nothing with them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 import k3cupy
+from k3cupy.bench.floor import floor_us
 from k3cupy.ops.fused_a_gemm_choice import choose
 from k3cupy.ops.fused_a_gemm_config import FusedAGemmConfig, FusedAGemmVariant
 from k3cupy.ops.gemm_tables import TOKEN_CLASSES
-from k3cupy.runtime import devices, instances, launch
+from k3cupy.runtime import devices, instances
 from k3cupy.runtime.instances import Instance
 from k3cupy.timing import environment, graphs
 from k3cupy.timing.cold import COLD_BYTES, Body, Timer, pool_of, weights_of
 from k3cupy.timing.products import Product
-
-_FLOOR_GRIDS = ((1, 512), (2, 256), (2, 512), (4, 256), (4, 512), (8, 256))
-"""Blocks a multiprocessor and threads a block of the floor kernel; the fastest counts."""
 
 
 @dataclass
@@ -61,30 +59,6 @@ class Entry:
     invariant_us: float
     dispatched: dict[str, int]
     candidates: list[dict[str, Any]] = field(default_factory=list)
-
-
-def floor_us(timer: Timer) -> float:
-    """Return the time of streaming a weight, with the best of several grids."""
-    device = torch.cuda.current_device()
-    kernel = instances.load(Instance("bench_stream.cu", "k3cupy::stream_bytes"), device)
-    sink = torch.zeros(1, device="cuda", dtype=torch.int32)
-
-    def body(blocks_per_sm: int, block: int) -> Callable[[torch.Tensor], None]:
-        queue = launch.make_launcher(
-            device,
-            kernel.kernel,
-            grid=blocks_per_sm * devices.info(device).num_sms,
-            block=block,
-            pdl=True,
-        )
-
-        def stream(weight: torch.Tensor) -> None:
-            arguments = [weight.data_ptr(), weight.numel() // 8, sink.data_ptr()]
-            queue(torch.cuda.current_stream().cuda_stream, arguments)
-
-        return stream
-
-    return min(timer.cold([body(*grid) for grid in _FLOOR_GRIDS]))
 
 
 def body(

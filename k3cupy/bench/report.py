@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,10 @@ def print_table(document: Mapping[str, Any]) -> None:
         table.add_column(name, justify="left" if i < form.left else "right")
     for entry in document["entries"]:
         table.add_row(*form.cells(entry))
-    Console(soft_wrap=True).print(table)
+    console = Console(soft_wrap=True)
+    console.print(table)
+    for line in _remarks(document):
+        console.print(line)
 
 
 def markdown(document: Mapping[str, Any]) -> str:
@@ -42,10 +45,17 @@ def markdown(document: Mapping[str, Any]) -> str:
     ]
     shown = filter(form.is_for_page, document["entries"])
     lines += ["| " + " | ".join(form.cells(entry)) + " |" for entry in shown]
+    for line in _remarks(document):
+        lines += ["", line]
+    return "\n".join(lines) + "\n"
+
+
+def _remarks(document: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a run says beside its entries, sentences of the docs."""
+    yield from document.get("remarks", ())
     for kind, times in document.get("host_us", {}).items():
         told = ", ".join(f"{name} {us:.1f} us" for name, us in times.items())
-        lines += ["", f"Host time of a repeated eager call, {kind}: {told}."]
-    return "\n".join(lines) + "\n"
+        yield f"Host time of a repeated eager call, {kind}: {told}."
 
 
 def with_shipped_choice(document: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,11 +25,30 @@ class Product:
     """
 
     def __init__(
-        self, n: int, k: int, tokens: int, *, residual: bool = False, device: str = "cuda"
+        self,
+        n: int,
+        k: int,
+        tokens: int,
+        *,
+        residual: bool = False,
+        row_width: int | None = None,
+        offset: int = 0,
+        device: str = "cuda",
     ) -> None:
+        """Make the tensors.
+
+        Args:
+            n: rows of the weight.
+            k: its columns.
+            tokens: rows of x.
+            residual: make one.
+            row_width: columns of the tensor that ``strided`` is a slice of; None: some more than k.
+            offset: the first column of the slice.
+            device: of all tensors.
+        """
         self.n, self.k, self.tokens = n, k, tokens
-        wide = _random(tokens, k + _EXTRA_COLUMNS, device)
-        self.strided = wide[:, :k]
+        wide = _random(tokens, row_width or k + _EXTRA_COLUMNS, device)
+        self.strided = wide[:, offset : offset + k]
         self.x = self.strided.contiguous()
         self.residual = _random(tokens, n, device) if residual else None
         self.out = torch.empty(tokens, n, device=device, dtype=torch.bfloat16)

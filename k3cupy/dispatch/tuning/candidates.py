@@ -12,7 +12,7 @@ from k3cupy.dispatch.plans import FUSED_A
 from k3cupy.dispatch.presets import Shapes
 from k3cupy.ops import checks, gemm_tables
 from k3cupy.ops.fused_a_gemm_choice import tile_m_of
-from k3cupy.ops.gemm_entry import GemmEntry, key_of
+from k3cupy.ops.gemm_entry import GemmEntry, fastest_of, key_of
 from k3cupy.ops.gemm_tables import TOKEN_CLASSES, class_of
 from k3cupy.ops.skinny_gemm_config import K_MULTIPLE
 from k3cupy.runtime.devices import DeviceInfo
@@ -76,6 +76,31 @@ LINEAR = Candidate(FRAMEWORK)
 
 Known = Mapping[tuple[int, int, int, bool], GemmEntry]
 """What was measured so far, by ``Target.key``."""
+
+
+def entry_from(target: Target, times: Mapping[Candidate, float]) -> GemmEntry:
+    """Return the entry of a table for a product whose candidates take so long, in microseconds.
+
+    Args:
+        target: the product.
+        times: with that of the framework's linear.
+    """
+    by_backend: dict[str, dict[Any, float]] = {}
+    for candidate, us in times.items():
+        if candidate != LINEAR:
+            by_backend.setdefault(candidate.backend, {})[candidate.config] = us
+    chosen = fastest_of(times[LINEAR], by_backend)
+    return GemmEntry(*target.key, times[LINEAR], by_backend, chosen)
+
+
+def times_of(entry: GemmEntry) -> dict[Candidate, float]:
+    """Return what ``entry_from`` made an entry of."""
+    times = {
+        Candidate(backend, config): us
+        for backend, of_backend in entry.times.items()
+        for config, us in of_backend.items()
+    }
+    return times if entry.linear_us is None else {LINEAR: entry.linear_us, **times}
 
 
 def targets(shapes: Shapes, tokens: Sequence[int], *, residual: bool) -> tuple[Target, ...]:

@@ -101,25 +101,28 @@ class _Work:
         self._recorded = cold.Recorded(self._weights)
 
     def check(self, candidate: Candidate) -> str | None:
-        return self._product.check(self._body(candidate), self._weights[0])
+        return self._product.check(call_of(self._product, candidate), self._weights[0])
 
     def time(self, candidates: Sequence[Candidate], effort: cold.Effort) -> list[float]:
         for candidate in candidates:
             if candidate not in self._recorded:
-                self._recorded.record(candidate, self._body(candidate))
+                self._recorded.record(candidate, call_of(self._product, candidate))
         return self._recorded.measure(candidates, effort)
 
-    def _body(self, candidate: Candidate) -> cold.Body:
-        """Return the call as a linear layer makes it: the weight is static, PDL where it exists."""
-        p = self._product
-        if candidate == LINEAR:
-            return p.linear
-        kernel: Any = fused_a_gemm if candidate.backend == FUSED_A else skinny_gemm
-        return lambda weight: kernel(
-            p.x,
-            weight,
-            residual=p.residual,
-            out=p.out,
-            config=candidate.config,
-            weight_is_static=True,
-        )
+
+def call_of(product: Product, candidate: Candidate) -> cold.Body:
+    """Return a candidate's call as a linear layer makes it: the weight is static.
+
+    A kernel of ours writes ``product.out``.
+    """
+    if candidate == LINEAR:
+        return product.linear
+    kernel: Any = fused_a_gemm if candidate.backend == FUSED_A else skinny_gemm
+    return lambda weight: kernel(
+        product.x,
+        weight,
+        residual=product.residual,
+        out=product.out,
+        config=candidate.config,
+        weight_is_static=True,
+    )

@@ -7,8 +7,15 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from k3cupy.dispatch.tuning.candidates import LINEAR, Candidate, Known, Target, candidates
-from k3cupy.ops.gemm_entry import GemmEntry, fastest_of
+from k3cupy.dispatch.tuning.candidates import (
+    LINEAR,
+    Candidate,
+    Known,
+    Target,
+    candidates,
+    entry_from,
+)
+from k3cupy.ops.gemm_entry import GemmEntry
 from k3cupy.runtime.devices import DeviceInfo
 
 _CLEARLY_BEHIND = 1.15
@@ -98,22 +105,8 @@ def measure(target: Target, given: Sequence[Candidate], meter: Meter) -> Measure
     refused = {c: why for c in given if (why := meter.check(target, c)) is not None}
     sound = [LINEAR, *(candidate for candidate in given if candidate not in refused)]
     glance = dict(zip(sound, meter.time(target, sound, Effort.GLANCE), strict=True))
-    times = _timed_in_full(target, glance, meter)
-    us_of = {**glance, **times}
-    linear_us = us_of.pop(LINEAR)
-    by_backend: dict[str, dict[object, float]] = {}
-    for candidate, us in us_of.items():
-        by_backend.setdefault(candidate.backend, {})[candidate.config] = us
-    entry = GemmEntry(
-        n=target.n,
-        k=target.k,
-        tokens=target.tokens,
-        residual=target.residual,
-        linear_us=linear_us,
-        times=by_backend,
-        chosen=fastest_of(linear_us, by_backend),
-    )
-    return Measured(target, entry, refused)
+    times = {**glance, **_timed_in_full(target, glance, meter)}
+    return Measured(target, entry_from(target, times), refused)
 
 
 def _timed_in_full(
