@@ -1,4 +1,4 @@
-"""Benchmarks of the GEMMs, and the table that the tuner makes, without a GPU; small runs with."""
+"""Benchmarks of the GEMMs, and the table that the tuner makes; small runs need a GPU."""
 
 from __future__ import annotations
 

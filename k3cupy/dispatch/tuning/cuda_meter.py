@@ -23,7 +23,7 @@ from k3cupy.timing import cold
 from k3cupy.timing.products import Product
 
 _EFFORTS = {
-    Effort.GLANCE: cold.Effort(rounds=1, replays=2, warm=1),
+    Effort.GLANCE: cold.Effort(rounds=1, replays=3, warm=1),
     Effort.FULL: cold.Effort(rounds=3, replays=3),
     Effort.EXTRA: cold.Effort(rounds=9, replays=3),
 }
