@@ -20,9 +20,11 @@ from k3cupy.dispatch.tuning.candidates import (
     candidates,
     targets,
 )
+from k3cupy.dispatch.tuning.cuda_meter import call_of
 from k3cupy.dispatch.tuning.engine import Effort, measure, measure_all
 from k3cupy.ops import fused_a_gemm_choice, gemm_tables, skinny_gemm_choice
 from k3cupy.ops.gemm_entry import Choice, GemmEntry
+from k3cupy.timing.products import Product
 
 SHAPE = (2112, 7168)
 HERE = Target(*SHAPE, 8)
@@ -160,7 +162,7 @@ def test_between_classes_only_the_best_of_the_neighbours_are_measured() -> None:
     one, eight = Target(*SHAPE, 1), Target(*SHAPE, 8)
     known = {one.key: entry_of(one), eight.key: entry_of(eight, order=-1)}
     found = [c for c in candidates(Target(*SHAPE, 4), known, GPU) if c.backend == FUSED_A]
-    fused = [c for c in candidates(eight, {}, GPU) if c.backend == FUSED_A]
+    fused = _of_backend(FUSED_A, eight)
     assert found == [*fused[:-5:-1], *fused[:4]]
     twelve = Target(*SHAPE, 12)
     sixteen = Target(*SHAPE, 16)
@@ -207,6 +209,23 @@ def test_the_preset_needs_few_instances() -> None:
     assert len({c.instance(t) for t in wanted for c in candidates(t, {}, H200)}) < 700
 
 
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("tokens", [1, 5, 16])
+def test_a_candidates_call_computes_the_product(device: str, tokens: int, residual: bool) -> None:
+    """On the CPU the kernels' reference."""
+    product = Product(96, 256, tokens, residual=residual, device=device)
+    weights = [torch.randn(96, 256, device=device, dtype=torch.bfloat16) for _ in range(2)]
+    for backend in (FUSED_A, SKINNY):
+        for candidate in _of_backend(backend, Target(96, 256, tokens))[:2]:
+            call = call_of(product, candidate)
+            call(weights[1])  # the plan is made for one weight and used for all
+            assert product.check(call, weights[0]) is None
+
+
+def _of_backend(backend: str, target: Target) -> list[Candidate]:
+    return [c for c in candidates(target, {}, GPU) if c.backend == backend]
+
+
 # How it is measured
 
 
@@ -215,7 +234,7 @@ def us_of(times: dict[Candidate, float], linear: float = LINEAR_US) -> Any:
 
 
 def some(count: int) -> list[Candidate]:
-    return [c for c in candidates(HERE, {}, GPU) if c.backend == FUSED_A][:count]
+    return _of_backend(FUSED_A, HERE)[:count]
 
 
 def test_what_is_clearly_behind_is_glanced_at_once() -> None:
@@ -232,7 +251,7 @@ def test_what_is_clearly_behind_is_glanced_at_once() -> None:
 def test_the_best_of_each_kernel_is_timed_in_full() -> None:
     """A direct call of a kernel takes the best of its own."""
     (a,) = some(1)
-    skinny = [c for c in candidates(HERE, {}, GPU) if c.backend == SKINNY][:2]
+    skinny = _of_backend(SKINNY, HERE)[:2]
     meter = FakeMeter(us=us_of({a: 10.0, skinny[0]: 50.0, skinny[1]: 40.0}))
     measure(HERE, [a, *skinny], meter)
     assert meter.timed_with(Effort.FULL) == {a, skinny[1], LINEAR}

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from k3cupy.dispatch.plans import FUSED_A
+from k3cupy.dispatch import backends
 from k3cupy.dispatch.presets import Shapes
 from k3cupy.dispatch.tuning.candidates import LINEAR, Candidate, Target
 from k3cupy.dispatch.tuning.engine import Effort
-from k3cupy.ops.fused_a_gemm import fused_a_gemm
-from k3cupy.ops.skinny_gemm import skinny_gemm
+from k3cupy.ops.fused_a_gemm_validate import FRIENDLY
+from k3cupy.ops.plan_cache import Plan
 from k3cupy.runtime import devices, instances
 from k3cupy.runtime.errors import CompileError
 from k3cupy.runtime.instances import Instance
@@ -115,14 +115,28 @@ def call_of(product: Product, candidate: Candidate) -> cold.Body:
 
     A kernel of ours writes ``product.out``.
     """
-    if candidate == LINEAR:
-        return product.linear
-    kernel: Any = fused_a_gemm if candidate.backend == FUSED_A else skinny_gemm
-    return lambda weight: kernel(
-        product.x,
-        weight,
-        residual=product.residual,
-        out=product.out,
-        config=candidate.config,
-        weight_is_static=True,
-    )
+    return product.linear if candidate == LINEAR else _Call(product, candidate)
+
+
+class _Call:
+    """A call of one of our kernels that takes the weight; weights differ in their address only."""
+
+    def __init__(self, product: Product, candidate: Candidate) -> None:
+        self._product, self._candidate = product, candidate
+        self._plan: Plan | None = None
+
+    def __call__(self, weight: torch.Tensor) -> None:
+        """Queue the kernel.
+
+        Raises:
+            ValueError: the configuration cannot compute the product.
+        """
+        p = self._product
+        values = (p.x, weight, p.out, p.residual)
+        if self._plan is None:
+            self._plan = backends.get(self._candidate.backend).make_plan(
+                values, self._candidate.config, None, weight_is_static=True, batch_invariant=False
+            )
+        addresses, _, owners = FRIENDLY.arguments.probe(values, None)
+        self._plan.run(values, addresses, None)
+        del owners  # memory that exists only for this call has been used, or queued to be
