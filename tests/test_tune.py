@@ -31,9 +31,12 @@ HERE = Target(*SHAPE, 8)
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_cache(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("K3CUPY_CACHE_DIR", str(tmp_path))
-    use_fake_gpu(monkeypatch)
+    if request.node.get_closest_marker("gpu") is None:
+        use_fake_gpu(monkeypatch)
 
 
 # Which weights

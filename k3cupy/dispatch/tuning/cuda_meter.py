@@ -83,6 +83,7 @@ class CudaMeter:
         self._threads.shutdown(cancel_futures=True)
         self._work = None
         del self._memory
+        torch.cuda.empty_cache()
 
     def _at(self, target: Target) -> _Work:
         if self._work is None or self._work.target != target:
