@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,12 @@ HERE = Target(*SHAPE, 8)
 @pytest.fixture(autouse=True)
 def own_cache(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> Iterator[None]:
     monkeypatch.setenv("K3CUPY_CACHE_DIR", str(tmp_path))
     if request.node.get_closest_marker("gpu") is None:
         use_fake_gpu(monkeypatch)
+    yield
+    gemm_tables.reload()
 
 
 # Which weights

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,11 @@ SHAPE, SMALL = (2112, 7168), (96, 256)
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("K3CUPY_CACHE_DIR", str(tmp_path / "cache"))
     use_fake_gpu(monkeypatch)
+    yield
+    gemm_tables.reload()
 
 
 def kept(gpu: DeviceInfo = GPU) -> dict[tuple[int, int, int, bool], GemmEntry]:
