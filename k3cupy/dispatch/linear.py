@@ -14,7 +14,7 @@ from k3cupy.dispatch.slices import SlicedPlan, can_be_sliced
 from k3cupy.ops import checks, gemm_cache, gemm_tables
 from k3cupy.ops.arguments import Values
 from k3cupy.ops.fused_a_gemm_config import MAX_TOKENS
-from k3cupy.ops.fused_a_gemm_validate import FRIENDLY, RESIDUAL, WEIGHT, X
+from k3cupy.ops.fused_a_gemm_validate import FRIENDLY, OUT, RESIDUAL, WEIGHT, X
 from k3cupy.ops.plan_cache import Plan, PlanCache
 from k3cupy.runtime import devices, sources
 from k3cupy.runtime.devices import DeviceInfo
@@ -274,7 +274,7 @@ def _decide(values: Values, batch_invariant: bool) -> LinearDecision:
     try:
         views = _ARGUMENTS.views(values)
     except TypeError as error:
-        given = [value for value in values if value is not None]
+        given = [values[X], values[WEIGHT], *(v for v in values[OUT:] if v is not None)]
         if torch is None or not all(isinstance(value, torch.Tensor) for value in given):
             raise
         return LinearDecision(LINEAR, None, f"a tensor has no memory to read ({error})", "rule")
