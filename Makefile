@@ -7,7 +7,7 @@
 #   BASE_PYTHON=python3.12   the interpreter that creates .venv (default: python3)
 #   TORCH_SPEC=torch==2.10.0 which PyTorch to install into .venv
 #   TORCH_INDEX=URL          one more package index for it, such as PyTorch's own CPU-only index
-#   BENCH=prefill            what `make bench` measures (default: decode)
+#   BENCH=prefill            what `make bench` measures: decode (the default), prefill, gemm, linear
 #   DEMO_ARGS, TEST_ARGS, BENCH_ARGS   passed on to the demo, to pytest and to the benchmark
 
 .DEFAULT_GOAL := help
@@ -77,7 +77,7 @@ format: $(DEV_ENV) ## Rewrite Python and CUDA sources in the project's style
 wheel: $(DEV_ENV) ## Build the wheel and the source archive into dist/
 	$(PY) -m build --no-isolation --outdir dist
 
-bench: $(RUN_ENV) ## Measure on this machine's GPU: BENCH=decode, the default, or BENCH=prefill
+bench: $(RUN_ENV) ## Measure on this machine's GPU: BENCH=decode, prefill, gemm or linear
 	@$(PY) -m k3cupy bench $(BENCH) $(BENCH_ARGS)
 
 clean: ## Remove .venv, build output and caches

@@ -15,6 +15,7 @@ from k3cupy.dispatch.linear import (
 )
 from k3cupy.dispatch.mode import batch_invariant_mode, is_batch_invariant, set_batch_invariant
 from k3cupy.dispatch.report import DispatchReport, dispatch_report, reset_dispatch_report
+from k3cupy.dispatch.tune import tune
 from k3cupy.dispatch.warmup import warmup_low_latency_gemm
 from k3cupy.ops.decision import Decision
 from k3cupy.ops.fused_a_gemm import dsv3_fused_a_gemm, explain_fused_a_gemm, fused_a_gemm
@@ -79,6 +80,7 @@ __all__ = [
     "skinny_gemm",
     "source_dir",
     "try_low_latency_gemm",
+    "tune",
     "warmup",
     "warmup_low_latency_gemm",
 ]

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from typing import Any
-
 import click
 
 import k3cupy
 from k3cupy.bench.cli import bench
-
-
-def _shapes(context: Any, parameter: Any, texts: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
-    """Read ``2112x7168`` and the like."""
-    found = [re.fullmatch(r"(\d+)x(\d+)", text) for text in texts]
-    for text, match in zip(texts, found, strict=True):
-        if match is None:
-            raise click.BadParameter(f"{text!r} is not like 2112x7168", context, parameter)
-    return tuple((int(match[1]), int(match[2])) for match in found if match)
+from k3cupy.cli_options import shape_option
+from k3cupy.cli_tune import tune
 
 
 @click.group()
@@ -27,6 +17,7 @@ def main() -> None:
 
 
 main.add_command(bench)
+main.add_command(tune)
 
 
 @main.command("show-config")
@@ -48,14 +39,7 @@ def show_config() -> None:
 @click.option("--rope/--no-rope", default=False, show_default=True)
 @click.option("--kv-inputs-ready", is_flag=True, help="For calls that make this promise.")
 @click.option("--unaligned", is_flag=True, help="For rows off a multiple of 16 bytes.")
-@click.option(
-    "--shape",
-    "shapes",
-    multiple=True,
-    callback=_shapes,
-    metavar="NxK",
-    help="GEMM: N x K of a weight, as 2112x7168; all of Kimi-K3 by default.",
-)
+@shape_option("GEMM: N x K of a weight, as 2112x7168; all of Kimi-K3 by default.")
 @click.option("--tokens", multiple=True, type=int, help="GEMM: a number of tokens; by default all.")
 @click.option("--packed/--strided", default=None, help="Fused-A: layout of x; both by default.")
 @click.option("--weight-is-static", is_flag=True, help="GEMM: for calls that make this promise.")

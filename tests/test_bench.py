@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from click import BadParameter
+from bench_helpers import ROOT, document
 from click.testing import CliRunner
 
 from k3cupy.bench import forms, report
 from k3cupy.cli import main
-from k3cupy.ops import fused_a_gemm_choice, gemm_tables
-from k3cupy.ops.fused_a_gemm_config import FusedAGemmConfig
-from k3cupy.ops.gemm_entry import config_of
 from k3cupy.ops.mla_decode_config import CANDIDATES, MlaDecodeConfig, MlaDecodeVariant
 from k3cupy.ops.mla_prefill_config import CANDIDATES as PREFILL_CANDIDATES
 from k3cupy.ops.mla_prefill_config import (
@@ -27,8 +24,6 @@ from k3cupy.ops.mla_prefill_config import (
     choose,
 )
 from k3cupy.runtime.devices import DeviceInfo
-
-ROOT = Path(__file__).parent.parent
 
 
 def candidate(split: int, threads: int, chunks: int, us: float) -> dict[str, Any]:
@@ -53,20 +48,6 @@ def entry(times: dict[str, float], tokens: int = 4, **changes: Any) -> dict[str,
         ],
         **changes,
     }
-
-
-def document(*entries: dict[str, Any], gpu: str = "NVIDIA H200") -> dict[str, Any]:
-    environment = {
-        "gpu": gpu,
-        "compute_capability": [9, 0],
-        "num_sms": 132,
-        "driver": "580.0",
-        "nvrtc": "13.0",
-        "packages": {"torch": "2.11.0"},
-        "commit": "0123456789abcdef",
-        "date": "2026-11-29",
-    }
-    return {"environment": environment, "entries": list(entries)}
 
 
 TIMES = {"0/288/1": 1.0, "1/256/3": 1.1, "3/256/1": 1.25}
@@ -258,10 +239,7 @@ def test_apply_takes_prefill_results(tmp_path: Path) -> None:
     assert "| kv_concat | 4096 |" in page.read_text()
 
 
-@pytest.mark.parametrize(
-    ("name", "table"),
-    [("decode", "mla_decode"), ("prefill", "mla_prefill")],
-)
+@pytest.mark.parametrize(("name", "table"), [("decode", "mla_decode"), ("prefill", "mla_prefill")])
 def test_the_shipped_table_is_what_the_committed_results_give(name: str, table: str) -> None:
     files = sorted((ROOT / "benchmarks/results").glob(f"{name}_h200_run*.json"))
     if not files:
@@ -271,119 +249,8 @@ def test_the_shipped_table_is_what_the_committed_results_give(name: str, table: 
     assert report.shipped_table(report.averaged(documents)) == json.loads(shipped)
 
 
-# --- The fused-A GEMM ---
-
-GEMM_GPU = DeviceInfo(0, "NVIDIA H200", (9, 0), 132, 232_448)
-
-
-def gemm_entry(n: int = 2112, k: int = 7168, tokens: int = 16) -> dict[str, Any]:
-    """An entry whose candidates take 8.0, 8.1, ... us in the order in which they are made."""
-    configs = fused_a_gemm_choice.candidates(n, k, tokens, GEMM_GPU)
-    return {
-        "kind": f"{n}x{k}",
-        "n": n,
-        "k": k,
-        "tokens": tokens,
-        "floor_us": 8.0,
-        "linear_us": 16.0,
-        "linear_hot_us": 10.0,
-        "hot_us": 5.0,
-        "strided_us": 8.4,
-        "waiting_us": 12.6,
-        "invariant_us": 8.82,
-        "dispatched": asdict(configs[4]),
-        "candidates": [{**asdict(c), "us": 8 + i / 10} for i, c in enumerate(configs)],
-    }
-
-
-def gemm_document(*entries: dict[str, Any]) -> dict[str, Any]:
-    found = document(*entries)
-    environment = {**found["environment"], "shared_memory_optin": 232_448}
-    return {**found, "benchmark": "gemm", "environment": environment}
-
-
-def test_gemm_summary_names_the_bars() -> None:
-    s = forms.gemm_summary(gemm_entry())
-    assert s["best_us"] == 8.0 and s["dispatched_us"] == pytest.approx(8.4)
-    assert s["over_floor"] == pytest.approx(1.05)
-    assert s["over_linear"] == pytest.approx(0.525)
-    assert s["hot_over_linear"] == pytest.approx(0.5)
-    assert s["strided_over_packed"] == pytest.approx(1.0)
-    assert s["waiting_over_static"] == pytest.approx(1.5)
-    assert s["invariant_over_dispatched"] == pytest.approx(1.05)
-
-
-def test_gemm_results_make_a_table_that_the_choice_reads() -> None:
-    entries = [gemm_entry(tokens=tokens) for tokens in gemm_tables.TOKEN_CLASSES]
-    shipped = report.shipped_table(report.averaged([gemm_document(*entries)] * 2))
-    (facts,) = shipped["gpus"].values()
-    assert [row["tokens"] for row in facts["entries"]] == [1, 8, 16, 32, 64]
-    for row, entry in zip(facts["entries"], entries, strict=True):
-        times = {config_of("fused_a", key): us for key, us in row["us"].items()}
-        assert len(times) == len(entry["candidates"])
-        assert times[FusedAGemmConfig(**row["chosen"])] <= min(times.values()) * 1.01
-        assert row["linear_us"] == 16.0
-
-
-def test_the_gemm_page_shows_the_shapes_that_matter() -> None:
-    text = report.markdown(gemm_document(gemm_entry(), gemm_entry(n=3216)))
-    assert "| 2112x7168 | 16 | 8.00 | 16.00 |" in text
-    assert "3216x7168" not in text
-
-
-def test_a_gemm_plot_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from k3cupy.bench.plots import plot_gemm
-
-    path = tmp_path / "folder/gemm.png"
-    plot_gemm(gemm_document(gemm_entry(tokens=1), gemm_entry(tokens=64)), path)
-    assert path.read_bytes()[:4] == b"\x89PNG"
-
-
-def test_a_plot_without_matplotlib_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    done = CliRunner().invoke(main, ["bench", "gemm", "--plot", "x.png"])
-    assert done.exit_code == 1
-    assert done.output.strip() == 'Error: --plot needs matplotlib: pip install "k3cupy[bench]"'
-
-
-def test_a_gemm_shape_that_is_none_is_refused() -> None:
-    from k3cupy.bench.cli import _shape
-
-    assert _shape("2112x7168") == (2112, 7168)
-    for name in ("2112", "2112x", "ax7168"):
-        with pytest.raises(BadParameter, match="is no shape; write N x K as 2112x7168"):
-            _shape(name)
-
-
-@pytest.mark.gpu
-def test_a_small_gemm_run_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from k3cupy.bench import gemm
-
-    monkeypatch.setattr(gemm, "_COLD_BYTES", 4 << 20)
-    (found,) = gemm.run([(1536, 128)], [4])
-    times = [found.floor_us, found.linear_us, found.hot_us, found.strided_us, found.waiting_us]
-    assert all(0 < us < 1000 for us in (*times, found.invariant_us, found.candidates[0]["us"]))
-    assert forms.gemm_summary(asdict(found))["over_floor"] > 0
-
-
-@pytest.mark.gpu
-def test_a_wrong_product_is_not_timed() -> None:
-    from k3cupy.bench import gemm
-
-    problem = gemm.Problem(64, 128, 4)
-    weight = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16)
-    config, _ = fused_a_gemm_choice.choose(64, 128, 4, problem.device)
-    problem.check(config, weight)
-    problem.x = problem.x + 1  # what the kernel is given differs from what is expected
-    monkey = problem.body
-    problem.body = lambda *a, **k: monkey(*a, x=problem.strided, **k)  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match=r"64 x 128, M = 4, .* not timed"):
-        problem.check(config, weight)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch finds a GPU")
-@pytest.mark.parametrize("which", ["decode", "prefill", "gemm"])
+@pytest.mark.parametrize("which", ["decode", "prefill", "gemm", "linear"])
 def test_bench_without_a_gpu_is_one_clear_line(which: str) -> None:
     done = CliRunner().invoke(main, ["bench", which])
     assert done.exit_code == 1
@@ -410,6 +277,14 @@ def test_a_wrong_result_is_not_timed() -> None:
     problem = decode.Problem("16bit+same", 4, 12)
     with pytest.raises(RuntimeError, match="nothing: mqa_q differs from the reference, not timed"):
         problem.check("nothing", lambda: None)
+
+
+@pytest.mark.parametrize("command", ["warmup", "tune", "bench gemm", "bench linear"])
+@pytest.mark.parametrize("shape", ["2112", "2112x", "ax7168"])
+def test_a_shape_that_is_none_is_refused(command: str, shape: str) -> None:
+    done = CliRunner().invoke(main, [*command.split(), "--shape", shape])
+    assert done.exit_code == 2
+    assert f"{shape!r} is no shape; write N x K as 2112x7168" in done.output
 
 
 @pytest.mark.gpu

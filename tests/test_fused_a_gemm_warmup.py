@@ -157,7 +157,7 @@ def test_the_command_for_a_residual(gpu: FakeGpu) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
-        (("--shape", "2112"), 2, "'2112' is not like 2112x7168"),
+        (("--shape", "2112"), 2, "'2112' is no shape; write N x K as 2112x7168"),
         (("--shape", "16x100"), 1, "shapes: expected K a multiple of 16"),
         (("--tokens", "65"), 1, "tokens: expected numbers from 1 to 64"),
         (("--rope",), 1, "rope: expected nothing with op='fused_a_gemm'"),

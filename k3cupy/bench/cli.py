@@ -10,6 +10,8 @@ from typing import Any
 
 import click
 
+from k3cupy.cli_options import shape_option
+
 
 @click.group()
 def bench() -> None:
@@ -118,15 +120,13 @@ def prefill_command(
 
 
 @bench.command("gemm")
-@click.option("--shape", "names", multiple=True, help="N x K as 2112x7168; all of Kimi-K3's.")
+@shape_option("N x K as 2112x7168; all of Kimi-K3's by default.")
 @click.option("--tokens", multiple=True, type=click.IntRange(1, 64), help="M; the table's.")
-@click.option("--all-candidates", is_flag=True, help="Every configuration, to make a table.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the times over the floor.")
 @_result_options
 def gemm_command(
-    names: tuple[str, ...],
+    shapes: tuple[tuple[int, int], ...],
     tokens: tuple[int, ...],
-    all_candidates: bool,
     plot: Path | None,
     path: Path | None,
     commit: str | None,
@@ -138,12 +138,12 @@ def gemm_command(
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise click.ClickException('--plot needs matplotlib: pip install "k3cupy[bench]"')
     _need_gpu()
+    from k3cupy import projections
     from k3cupy.bench import gemm
     from k3cupy.ops.gemm_tables import TOKEN_CLASSES
-    from k3cupy.projections import shapes
 
-    wanted = [_shape(name) for name in names] or [(p.n, p.k) for p in shapes()]
-    entries = gemm.run(wanted, tokens or TOKEN_CLASSES, all_candidates=all_candidates)
+    wanted = shapes or [(p.n, p.k) for p in projections.shapes()]
+    entries = gemm.run(wanted, tokens or TOKEN_CLASSES)
     document = gemm.as_document(list(entries), commit)
     _show(document, path)
     if plot is not None:
@@ -153,11 +153,27 @@ def gemm_command(
         click.echo(f"wrote {plot}")
 
 
-def _shape(name: str) -> tuple[int, int]:
-    n, _, k = name.partition("x")
-    if not (n.strip().isdigit() and k.strip().isdigit()):
-        raise click.BadParameter(f"{name!r} is no shape; write N x K as 2112x7168")
-    return int(n), int(k)
+@bench.command("linear")
+@shape_option("N x K as 2112x7168; all of Kimi-K3's by default.")
+@click.option("--tokens", multiple=True, type=click.IntRange(1, 64), help="M; 1 to 16.")
+@_result_options
+def linear_command(
+    shapes: tuple[tuple[int, int], ...],
+    tokens: tuple[int, ...],
+    path: Path | None,
+    commit: str | None,
+) -> None:
+    """Low-latency linear: what it chooses, against F.linear and the best of the tables.
+
+    The two projections that read a slice of a wider tensor are measured too.
+    """
+    _need_gpu()
+    from k3cupy import projections
+    from k3cupy.bench import linear
+
+    wanted = shapes or [(p.n, p.k) for p in projections.shapes()]
+    entries = linear.run(wanted, tokens or linear.TOKENS)
+    _show(linear.as_document(list(entries), commit), path)
 
 
 @bench.command("apply")
@@ -167,13 +183,28 @@ def _shape(name: str) -> tuple[int, int]:
 def apply_command(results: tuple[Path, ...], table: Path | None, page: Path | None) -> None:
     """Make the shipped table, or the docs' figures, from result files.
 
-    Of several runs the table takes the mean, the page the last.
+    Of several runs the table takes the mean, the page the last. The table of the GEMMs is made from
+    files of `tune --export`, which have no figures for the docs.
     """
     from k3cupy.bench import forms, report
 
     documents = [json.loads(result.read_text(encoding="utf-8")) for result in results]
-    if table is not None:
-        report.write_json(table, report.shipped_table(report.averaged(documents)))
-    if page is not None:
-        chosen = report.with_shipped_choice(documents[-1])
-        report.insert_markdown(page, report.markdown(chosen), forms.form_of(chosen).marker)
+    try:
+        if "schema" in documents[0]:
+            _apply_exports(results, table, page)
+            return
+        if table is not None:
+            report.write_json(table, report.shipped_table(report.averaged(documents)))
+        if page is not None:
+            chosen = report.with_shipped_choice(documents[-1])
+            report.insert_markdown(page, report.markdown(chosen), forms.form_of(chosen).marker)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _apply_exports(exports: tuple[Path, ...], table: Path | None, page: Path | None) -> None:
+    from k3cupy.bench import gemm_table
+
+    if table is None or page is not None:
+        raise click.UsageError("files of `tune --export` make a table: say --table, and no --page")
+    gemm_table.write_mean(exports, table)

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 import k3cupy
-from k3cupy.bench import environment, graphs
 from k3cupy.constants import DS_MLA_ROW_BYTES, KV_LORA_RANK, LATENT_DIM, QK_ROPE_HEAD_DIM
 from k3cupy.ops.mla_decode_config import CANDIDATES, MlaDecodeConfig, MlaDecodeVariant
 from k3cupy.runtime import devices, instances, launch
 from k3cupy.runtime.instances import Instance
+from k3cupy.timing import environment, graphs
 
 KINDS = ("16bit+same", "fp8+fp8", "16bit+ds_mla", "16bit+fp8", "fp8+same")
 """Query format + cache format."""

@@ -6,12 +6,29 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from k3cupy.ops import fused_a_gemm_choice, mla_decode_config, mla_prefill_config
+from k3cupy.ops import mla_decode_config, mla_prefill_config
 from k3cupy.ops.mla_decode_config import MlaDecodeVariant
 from k3cupy.ops.mla_prefill_config import MlaPrefillVariant
 from k3cupy.runtime.devices import DeviceInfo
 
 Entry = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class TableForm:
+    """What a shipped table takes from one benchmark's entries.
+
+    Attributes:
+        unit: of the times.
+        is_for_table: whether the table is made of an entry.
+        place: the fields under which the table lists an entry.
+        choice: the configuration that ships for an entry on a GPU.
+    """
+
+    unit: str
+    is_for_table: Callable[[Entry], bool]
+    place: Callable[[Entry], dict[str, Any]]
+    choice: Callable[[Entry, DeviceInfo], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -25,11 +42,8 @@ class Form:
         left: how many columns, from the first, are words.
         cells: an entry's columns.
         identity: the fields that tell entries apart.
-        unit: of the times in the shipped table.
-        is_for_table: whether the shipped table is made of an entry.
-        place: the fields under which the shipped table lists an entry.
-        choice: the configuration that ships for an entry on a GPU.
         is_for_page: whether the docs show an entry.
+        table: what the shipped table takes from them, where one is made from this benchmark.
     """
 
     title: str
@@ -38,11 +52,8 @@ class Form:
     left: int
     cells: Callable[[Entry], list[str]]
     identity: tuple[str, ...]
-    unit: str
-    is_for_table: Callable[[Entry], bool]
-    place: Callable[[Entry], dict[str, Any]]
-    choice: Callable[[Entry, DeviceInfo], Mapping[str, Any]]
     is_for_page: Callable[[Entry], bool] = lambda entry: True
+    table: TableForm | None = None
 
 
 def form_of(document: Mapping[str, Any]) -> Form:
@@ -220,9 +231,42 @@ def _gemm_cells(entry: Entry) -> list[str]:
     ]
 
 
-def _gemm_choice(entry: Entry, gpu: DeviceInfo) -> Mapping[str, Any]:
-    config, _ = fused_a_gemm_choice.choose(entry["n"], entry["k"], entry["tokens"], gpu)
-    return asdict(config)
+# --- Low-latency linear --------------------------------------------------------------------------
+
+_PAGE_TOKENS = (1, 2, 4, 8, 12, 16)
+
+
+def linear_summary(entry: Entry) -> dict[str, Any]:
+    """Return the figures of an entry that decide, as ratios of times.
+
+    ``over_best`` is against the best of ``F.linear`` and the candidates measured in the same run,
+    ``speed_up`` against ``F.linear``.
+    """
+    times = {"linear": entry["linear_us"], **entry["candidates"]}
+    best = min(times, key=lambda name: times[name])
+    us = entry["dispatched_us"]
+    return {
+        "best": best,
+        "best_us": times[best],
+        "over_best": us / times[best],
+        "over_floor": us / entry["floor_us"],
+        "speed_up": entry["linear_us"] / us,
+    }
+
+
+def _linear_cells(entry: Entry) -> list[str]:
+    s = linear_summary(entry)
+    return [
+        entry["kind"],
+        str(entry["tokens"]),
+        f"{entry['floor_us']:.2f}",
+        f"{entry['linear_us']:.2f}",
+        f"{entry['dispatched_us']:.2f}",
+        f"{s['speed_up']:.2f}",
+        f"{s['over_floor']:.2f}",
+        f"{s['over_best']:.3f}" if entry["candidates"] else "-",
+        entry["dispatched"],
+    ]
 
 
 FORMS = {
@@ -244,10 +288,12 @@ FORMS = {
         left=3,
         cells=_decode_cells,
         identity=("kind", "tokens", "heads", "scenario", "pdl"),
-        unit="us added to the chain, PDL on",
-        is_for_table=lambda entry: entry["scenario"] == "chain" and entry["pdl"],
-        place=lambda entry: _place_by_rows(entry, entry["tokens"] * (entry["heads"] + 1)),
-        choice=_decode_choice,
+        table=TableForm(
+            unit="us added to the chain, PDL on",
+            is_for_table=lambda entry: entry["scenario"] == "chain" and entry["pdl"],
+            place=lambda entry: _place_by_rows(entry, entry["tokens"] * (entry["heads"] + 1)),
+            choice=_decode_choice,
+        ),
     ),
     "prefill": Form(
         title="MLA prefill and context epilogues, microseconds a launch",
@@ -270,10 +316,12 @@ FORMS = {
         left=1,
         cells=_prefill_cells,
         identity=("kind", "tokens", "heads", "rope"),
-        unit="us a launch",
-        is_for_table=lambda entry: not entry["rope"],
-        place=lambda entry: _place_by_rows(entry, entry["tokens"] * entry["heads"]),
-        choice=_prefill_choice,
+        table=TableForm(
+            unit="us a launch",
+            is_for_table=lambda entry: not entry["rope"],
+            place=lambda entry: _place_by_rows(entry, entry["tokens"] * entry["heads"]),
+            choice=_prefill_choice,
+        ),
     ),
     "gemm": Form(
         title="Fused-A GEMM, cold weights, microseconds a launch",
@@ -295,10 +343,28 @@ FORMS = {
         left=1,
         cells=_gemm_cells,
         identity=("kind", "tokens"),
-        unit="us a launch, cold weights, weight_is_static",
-        is_for_table=lambda entry: True,
-        place=lambda entry: {name: entry[name] for name in ("n", "k", "tokens", "linear_us")},
-        choice=_gemm_choice,
         is_for_page=lambda entry: entry["kind"] in PAGE_SHAPES,
+    ),
+    "linear": Form(
+        title="Low-latency linear, cold weights, microseconds a launch",
+        marker="linear-results",
+        header=(
+            "N x K",
+            "M",
+            "floor",
+            "F.linear",
+            "ours",
+            "speed-up",
+            "x floor",
+            "x best",
+            "what ran",
+        ),
+        left=1,
+        cells=_linear_cells,
+        identity=("kind", "tokens"),
+        is_for_page=lambda entry: (
+            entry["tokens"] in _PAGE_TOKENS
+            and (entry["kind"] in PAGE_SHAPES or " of " in entry["kind"])
+        ),
     ),
 }

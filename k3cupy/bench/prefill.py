@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 import k3cupy
-from k3cupy.bench import environment, graphs
 from k3cupy.constants import (
     DS_MLA_ROW_BYTES,
     KV_LORA_RANK,
@@ -40,6 +39,7 @@ from k3cupy.ops.mla_prefill_config import (
 from k3cupy.ops.mla_prefill_validate import OPERATIONS
 from k3cupy.runtime import instances, launch
 from k3cupy.runtime.instances import Instance
+from k3cupy.timing import environment, graphs
 
 TOKENS = (1, 4, 16, 64, 512, 4096, 16_384, 65_536)
 

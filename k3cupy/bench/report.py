@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,10 @@ def print_table(document: Mapping[str, Any]) -> None:
         table.add_column(name, justify="left" if i < form.left else "right")
     for entry in document["entries"]:
         table.add_row(*form.cells(entry))
-    Console(soft_wrap=True).print(table)
+    console = Console(soft_wrap=True)
+    console.print(table)
+    for line in _remarks(document):
+        console.print(line)
 
 
 def markdown(document: Mapping[str, Any]) -> str:
@@ -42,17 +45,28 @@ def markdown(document: Mapping[str, Any]) -> str:
     ]
     shown = filter(form.is_for_page, document["entries"])
     lines += ["| " + " | ".join(form.cells(entry)) + " |" for entry in shown]
+    for line in _remarks(document):
+        lines += ["", line]
+    return "\n".join(lines) + "\n"
+
+
+def _remarks(document: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a run says beside its entries, sentences of the docs."""
+    yield from document.get("remarks", ())
     for kind, times in document.get("host_us", {}).items():
         told = ", ".join(f"{name} {us:.1f} us" for name, us in times.items())
-        lines += ["", f"Host time of a repeated eager call, {kind}: {told}."]
-    return "\n".join(lines) + "\n"
+        yield f"Host time of a repeated eager call, {kind}: {told}."
 
 
 def with_shipped_choice(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return a document whose ``dispatched`` is what the table that ships today would choose.
 
-    A run from before a table recorded the choice of the older one.
+    A run from before a table recorded the choice of the older one. A benchmark from which no table
+    is made keeps what it measured.
     """
+    table = form_of(document).table
+    if table is None:
+        return dict(document)
     e = document["environment"]
     gpu = DeviceInfo(
         index=0,
@@ -61,8 +75,9 @@ def with_shipped_choice(document: Mapping[str, Any]) -> dict[str, Any]:
         num_sms=e["num_sms"],
         shared_memory_optin=e.get("shared_memory_optin", 0),
     )
-    choice = form_of(document).choice
-    entries = [{**entry, "dispatched": dict(choice(entry, gpu))} for entry in document["entries"]]
+    entries = [
+        {**entry, "dispatched": dict(table.choice(entry, gpu))} for entry in document["entries"]
+    ]
     return {**document, "entries": entries}
 
 
@@ -128,8 +143,13 @@ def shipped_table(document: Mapping[str, Any]) -> dict[str, Any]:
 
     Per row count the fastest configuration; of those within 1%, less than two runs differ by, the
     one that is best over all row counts, so that few instances have to be compiled.
+
+    Raises:
+        ValueError: no table is made from this benchmark.
     """
-    e, form = document["environment"], form_of(document)
+    e, form = document["environment"], form_of(document).table
+    if form is None:
+        raise ValueError(f"no table is made from results of bench {document['benchmark']}")
     measured = [x for x in document["entries"] if form.is_for_table(x)]
     favour = {kind: _mean_slowdown(measured, kind) for kind in {x["kind"] for x in measured}}
     entries = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ BACKENDS: Mapping[str, Callable[..., Any]] = {
 
 Times = Mapping[Any, float]
 """Configuration -> microseconds a launch."""
+
+_KEPT = 8192
+"""Configurations whose names are kept: tables name the same ones again and again."""
 
 
 @dataclass(frozen=True)
@@ -110,11 +114,13 @@ def fastest_of(linear_us: float | None, times: Mapping[str, Times]) -> Choice | 
     return choice if linear_us is None or us < linear_us else None
 
 
+@functools.lru_cache(maxsize=_KEPT)
 def key_of(config: Any) -> str:
     """Return a configuration as a table writes it: its fields, as ``8/16/512/8/8/8/1/1/4``."""
     return "/".join(str(value) for value in dataclasses.astuple(config))
 
 
+@functools.lru_cache(maxsize=_KEPT)
 def config_of(backend: str, key: str) -> Any:
     """Return the configuration that a table writes as ``key``.
 

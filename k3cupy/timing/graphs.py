@@ -12,23 +12,31 @@ import torch
 
 
 def capture(body: Callable[[], Any], launches: int) -> torch.cuda.CUDAGraph:
-    """Record ``launches`` calls of ``body`` one after the other, after one call to warm up."""
+    """Record ``launches`` calls of ``body`` one after the other, after one call to warm up.
+
+    Other threads may load kernels meanwhile: only what this thread does is captured or refused.
+    """
     body()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(launches):
             body()
     return graph
 
 
 def measure(
-    graphs: Sequence[torch.cuda.CUDAGraph], launches: int, *, rounds: int = 3, replays: int = 9
+    graphs: Sequence[torch.cuda.CUDAGraph],
+    launches: int,
+    *,
+    rounds: int = 3,
+    replays: int = 9,
+    warm: int = 2,
 ) -> list[float]:
     """Return the median microseconds of one launch for each graph.
 
     The graphs take turns, ``rounds`` times, so that a drift of the machine meets all of them. A
-    turn is two replays to warm up (a graph's own arguments are cold after another graph ran) and
+    turn is ``warm`` replays (a graph's own arguments are cold after another graph ran) and
     ``replays`` timed ones.
 
     Args:
@@ -36,12 +44,13 @@ def measure(
         launches: calls that each graph holds.
         rounds: turns of each graph.
         replays: timed replays a turn.
+        warm: replays before them, not timed.
     """
     times: list[list[float]] = [[] for _ in graphs]
     for _ in range(rounds):
         for graph, found in zip(graphs, times, strict=True):
-            graph.replay()
-            graph.replay()
+            for _ in range(warm):
+                graph.replay()
             marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
             marks[0].record()
             for mark in marks[1:]:

@@ -42,9 +42,12 @@ def _driver() -> str:
 
 def _commit() -> str:
     """Return the checkout's commit, marked where the tree differs; "unknown" outside one."""
-    here = str(Path(__file__).parent)
-    commit = _output("git", "-C", here, "rev-parse", "HEAD")
-    changed = _output("git", "-C", here, "status", "--porcelain", "--", ".", "../../cuda_src")
+    package = Path(__file__).resolve().parent.parent
+    git = ("git", "-C", str(package.parent))
+    if _output(*git, "rev-parse", "--show-toplevel") != str(package.parent):
+        return "unknown"  # an installed package may lie inside somebody else's checkout
+    commit = _output(*git, "rev-parse", "HEAD")
+    changed = _output(*git, "status", "--porcelain", "--", package.name, "cuda_src")
     return f"{commit}{'-dirty' if changed else ''}" if commit else "unknown"
 
 

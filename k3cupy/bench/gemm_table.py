@@ -1,0 +1,60 @@
+"""The GEMM table that the package ships for a GPU, from several runs of the tuner."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from k3cupy.dispatch.tuning import files
+from k3cupy.dispatch.tuning.candidates import Candidate, Target, entry_from, times_of
+from k3cupy.ops import gemm_cache
+from k3cupy.ops.gemm_entry import GemmEntry
+
+
+def write_mean(exports: Sequence[Path], table: Path) -> None:
+    """Write the mean of exported runs as a table to ship.
+
+    Args:
+        exports: files of ``tune --export``.
+        table: the file to write; its folder is made.
+
+    Raises:
+        ValueError: a file is none, or they are not of one GPU and one version of the kernels.
+    """
+    headers, runs = zip(*map(files.read_export, exports), strict=True)
+    for fact in ("gpu", "arch", "sources"):
+        found = {header[fact] for header in headers}
+        if len(found) != 1:
+            raise ValueError(f"expected runs of one {fact}, got {', '.join(sorted(found))}")
+    runs_in_words = "" if len(runs) == 1 else f", the mean of {len(runs)} runs"
+    about = f"Measured by `python -m k3cupy tune`{runs_in_words}."
+    header = {**headers[-1], "about": about}
+    table.parent.mkdir(parents=True, exist_ok=True)
+    table.write_text(gemm_cache.table_text(header, mean_of(runs)), encoding="utf-8")
+
+
+def mean_of(runs: Sequence[Sequence[GemmEntry]]) -> list[GemmEntry]:
+    """Return one entry a product, its times the mean over the runs that measured it.
+
+    Each run counts relative to its own fastest, because machines differ from run to run.
+    """
+    found: dict[tuple[int, int, int, bool], list[GemmEntry]] = {}
+    for run in runs:
+        for entry in run:
+            found.setdefault(entry.key, []).append(entry)
+    return [_mean(entries) for entries in found.values()]
+
+
+def _mean(entries: Sequence[GemmEntry]) -> GemmEntry:
+    measured = [times_of(entry) for entry in entries]
+    level = statistics.fmean(min(times.values()) for times in measured)
+    means = {
+        candidate: round(level * statistics.fmean(_relative(measured, candidate)), 4)
+        for candidate in dict.fromkeys(c for times in measured for c in times)
+    }
+    return entry_from(Target(*entries[0].key), means)
+
+
+def _relative(measured: Sequence[Mapping[Candidate, float]], candidate: Candidate) -> list[float]:
+    return [times[candidate] / min(times.values()) for times in measured if candidate in times]

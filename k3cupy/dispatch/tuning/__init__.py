@@ -1,0 +1,1 @@
+"""The parts of ``k3cupy.tune``: what is measured, how, on what, and where it is kept."""

@@ -1,0 +1,106 @@
+"""Cold weights: in a model every layer has its own, so a launch does not find its weight in L2."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from k3cupy.timing import graphs
+
+COLD_BYTES = 300 << 20
+"""Weights of as many bytes take turns, several times what L2 holds."""
+
+_MAX_WEIGHTS = 800
+_LAUNCHES, _LAUNCHES_OF_LARGE = 60, 16
+_LARGE_BYTES = 80 << 20
+_GRAPHS_AT_ONCE = 16
+
+Body = Callable[[torch.Tensor], Any]
+"""A call that takes the weight."""
+
+
+def pool_of(shapes: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Return random memory on the current GPU from which the weights of each shape can be cut."""
+    size = max(max(2 * n * k, COLD_BYTES // 2 + n * k) for n, k in shapes)
+    return torch.randn(size, device="cuda", dtype=torch.bfloat16)
+
+
+def weights_of(n: int, k: int, pool: torch.Tensor) -> list[torch.Tensor]:
+    """Return weights [n, k] that take turns, cut from one tensor; two at least."""
+    size = n * k
+    count = max(2, min(_MAX_WEIGHTS, -(-COLD_BYTES // (2 * size))))
+    return [pool[i * size : (i + 1) * size].view(n, k) for i in range(count)]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long a body is timed.
+
+    Attributes:
+        rounds: turns of each graph.
+        replays: timed replays a turn.
+        warm: replays before them, not timed.
+    """
+
+    rounds: int = 3
+    replays: int = 5
+    warm: int = 2
+
+
+class Recorded:
+    """Bodies as graphs of many launches, each with the next weight, to be timed again and again."""
+
+    def __init__(self, weights: Sequence[torch.Tensor]) -> None:
+        large = 2 * weights[0].numel() > _LARGE_BYTES
+        self._weights = weights
+        self._launches = max(_LAUNCHES_OF_LARGE if large else _LAUNCHES, len(weights))
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+
+    def record(self, name: Hashable, body: Body, *, hot: bool = False) -> None:
+        """Keep a body under a name; ``hot``: with one weight, which stays in L2 where it fits."""
+        turn = itertools.cycle(self._weights[:1] if hot else self._weights)
+        self._graphs[name] = graphs.capture(lambda: body(next(turn)), self._launches)
+
+    def __contains__(self, name: Hashable) -> bool:
+        """Whether a body was recorded under a name."""
+        return name in self._graphs
+
+    def measure(self, names: Sequence[Hashable], effort: Effort) -> list[float]:
+        """Return the microseconds of one launch of each recorded body."""
+        times = graphs.measure(
+            [self._graphs[name] for name in names],
+            self._launches,
+            rounds=effort.rounds,
+            replays=effort.replays,
+            warm=effort.warm,
+        )
+        return [round(us, 4) for us in times]
+
+
+class Timer:
+    """Times bodies that take a weight; every launch gets the next one."""
+
+    def __init__(self, weights: Sequence[torch.Tensor], effort: Effort | None = None) -> None:
+        self._weights, self._effort = weights, effort or Effort()
+
+    def cold(self, bodies: Sequence[Body]) -> list[float]:
+        """Return the microseconds of one launch of each body."""
+        return self._measure(bodies, hot=False)
+
+    def hot(self, bodies: Sequence[Body]) -> list[float]:
+        """The same with one weight, which stays in L2 where it fits."""
+        return self._measure(bodies, hot=True)
+
+    def _measure(self, bodies: Sequence[Body], *, hot: bool) -> list[float]:
+        times: list[float] = []
+        for start in range(0, len(bodies), _GRAPHS_AT_ONCE):
+            some = Recorded(self._weights)
+            names = range(start, min(start + _GRAPHS_AT_ONCE, len(bodies)))
+            for i in names:
+                some.record(i, bodies[i], hot=hot)
+            times += some.measure(names, self._effort)
+        return times

@@ -1,0 +1,285 @@
+"""Benchmarks of the GEMMs, and the table that the tuner makes; small runs need a GPU."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench_helpers import ROOT, document
+from click.testing import CliRunner
+from tune_helpers import GPU, FakeMeter, made_up_us, use_fake_gpu
+from tune_helpers import run as tune_with
+
+from k3cupy.bench import forms, report
+from k3cupy.cli import main
+from k3cupy.dispatch.tuning.candidates import Candidate, Target
+from k3cupy.ops import fused_a_gemm_choice
+from k3cupy.runtime.devices import DeviceInfo
+
+# --- The fused-A GEMM ---
+
+GEMM_GPU = DeviceInfo(0, "NVIDIA H200", (9, 0), 132, 232_448)
+
+
+def gemm_entry(n: int = 2112, k: int = 7168, tokens: int = 16) -> dict[str, Any]:
+    """An entry whose candidates take 8.0, 8.1, ... us in the order in which they are made."""
+    configs = fused_a_gemm_choice.candidates(n, k, tokens, GEMM_GPU)
+    return {
+        "kind": f"{n}x{k}",
+        "n": n,
+        "k": k,
+        "tokens": tokens,
+        "floor_us": 8.0,
+        "linear_us": 16.0,
+        "linear_hot_us": 10.0,
+        "hot_us": 5.0,
+        "strided_us": 8.4,
+        "waiting_us": 12.6,
+        "invariant_us": 8.82,
+        "dispatched": asdict(configs[4]),
+        "candidates": [{**asdict(c), "us": 8 + i / 10} for i, c in enumerate(configs)],
+    }
+
+
+def gemm_document(*entries: dict[str, Any]) -> dict[str, Any]:
+    found = document(*entries)
+    environment = {**found["environment"], "shared_memory_optin": 232_448}
+    return {**found, "benchmark": "gemm", "environment": environment}
+
+
+def test_gemm_summary_names_the_bars() -> None:
+    s = forms.gemm_summary(gemm_entry())
+    assert s["best_us"] == 8.0 and s["dispatched_us"] == pytest.approx(8.4)
+    assert s["over_floor"] == pytest.approx(1.05)
+    assert s["over_linear"] == pytest.approx(0.525)
+    assert s["hot_over_linear"] == pytest.approx(0.5)
+    assert s["strided_over_packed"] == pytest.approx(1.0)
+    assert s["waiting_over_static"] == pytest.approx(1.5)
+    assert s["invariant_over_dispatched"] == pytest.approx(1.05)
+
+
+def test_no_table_is_made_from_gemm_results() -> None:
+    with pytest.raises(ValueError, match="no table is made from results of bench gemm"):
+        report.shipped_table(gemm_document(gemm_entry()))
+
+
+def test_the_gemm_page_shows_what_was_measured() -> None:
+    measured = gemm_document(gemm_entry())
+    assert report.with_shipped_choice(measured)["entries"] == measured["entries"]
+
+
+def test_the_gemm_page_shows_the_shapes_that_matter() -> None:
+    text = report.markdown(gemm_document(gemm_entry(), gemm_entry(n=3216)))
+    assert "| 2112x7168 | 16 | 8.00 | 16.00 |" in text
+    assert "3216x7168" not in text
+
+
+def test_a_gemm_plot_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from k3cupy.bench.plots import plot_gemm
+
+    path = tmp_path / "folder/gemm.png"
+    plot_gemm(gemm_document(gemm_entry(tokens=1), gemm_entry(tokens=64)), path)
+    assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_plot_without_matplotlib_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    done = CliRunner().invoke(main, ["bench", "gemm", "--plot", "x.png"])
+    assert done.exit_code == 1
+    assert done.output.strip() == 'Error: --plot needs matplotlib: pip install "k3cupy[bench]"'
+
+
+@pytest.mark.gpu
+def test_a_small_gemm_run_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from k3cupy.bench import gemm
+    from k3cupy.timing import cold
+
+    monkeypatch.setattr(cold, "COLD_BYTES", 4 << 20)
+    (found,) = gemm.run([(1536, 128)], [4])
+    times = [found.floor_us, found.linear_us, found.hot_us, found.strided_us, found.waiting_us]
+    assert all(0 < us < 1000 for us in (*times, found.invariant_us, found.candidates[0]["us"]))
+    assert forms.gemm_summary(asdict(found))["over_floor"] > 0
+
+
+@pytest.mark.gpu
+def test_a_wrong_product_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from k3cupy.bench import gemm
+    from k3cupy.timing.products import Product
+
+    monkeypatch.setattr(gemm, "body", lambda product, *_, **__: lambda _: product.out.fill_(0))
+    weight = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"64 x 128, M = 4, .* is 0, not .*, not timed"):
+        gemm.run_entry(Product(64, 128, 4), [weight], 1.0)
+
+
+# --- Low-latency linear, and the table that the tuner makes ---
+
+
+def linear_entry(kind: str = "2112x7168", tokens: int = 4, **changes: Any) -> dict[str, Any]:
+    n, k = map(int, kind.split()[0].split("x"))
+    return {
+        "kind": kind,
+        "n": n,
+        "k": k,
+        "tokens": tokens,
+        "floor_us": 8.0,
+        "linear_us": 12.0,
+        "dispatched_us": 8.4,
+        "dispatched": "fused_a 8/16/512/8/8/8/1/1/4",
+        "reason": "measured",
+        "candidates": {"fused_a 8/16/512/8/8/8/1/1/4": 8.4, "skinny 4/128/2/1/8": 8.0},
+        **changes,
+    }
+
+
+def test_linear_summary_names_the_bars() -> None:
+    s = forms.linear_summary(linear_entry())
+    assert (s["best"], s["best_us"]) == ("skinny 4/128/2/1/8", 8.0)
+    assert s["over_best"] == pytest.approx(1.05)
+    assert s["over_floor"] == pytest.approx(1.05)
+    assert s["speed_up"] == pytest.approx(12 / 8.4)
+    assert forms.linear_summary(linear_entry(candidates={}))["best"] == "linear"
+
+
+def test_linear_results_make_a_page_with_means() -> None:
+    from k3cupy.bench import linear
+
+    entries = [
+        linear_entry(tokens=1, linear_us=16.8),
+        linear_entry("7168x768", tokens=1, linear_us=4.2),
+        linear_entry("3216x7168", tokens=1),
+        linear_entry("1536x128 of 6288", candidates={}),
+    ]
+    told = linear.remarks([linear.Entry(**entry) for entry in entries])
+    assert told == [
+        "Geometric mean of the speed-up over F.linear, 2 shapes: 1.00 over all M; 1.00 at M = 1.",
+        "Furthest from the best measured beside it: 2.000 x, 7168x768 at M = 1.",
+    ]
+    result = {
+        **document(*entries),
+        "benchmark": "linear",
+        "remarks": told,
+        "host_us": {"2112x7168": {"low_latency_linear": 9.5, "F.linear": 11.25}},
+    }
+    text = report.markdown(result)
+    assert "| 2112x7168 | 1 | 8.00 | 16.80 | 8.40 | 2.00 | 1.05 | 1.050 | fused_a 8/16" in text
+    assert "| 1536x128 of 6288 | 4 | 8.00 | 12.00 | 8.40 | 1.43 | 1.05 | - | fused_a" in text
+    assert "3216x7168" not in text
+    assert told[0] in text and "low_latency_linear 9.5 us, F.linear 11.2 us" in text
+    assert report.with_shipped_choice(result)["entries"] == entries
+    report.print_table(result)
+
+
+def test_the_best_of_the_tables_fit_the_number_of_tokens() -> None:
+    from k3cupy.bench.linear import best_of_table
+
+    for tokens in (1, 3, 9, 16):
+        found = best_of_table(Target(2112, 7168, tokens), GEMM_GPU)
+        assert len(found) == 3
+        for each in found:
+            rows = each.config.tile_m if each.backend == "fused_a" else each.config.num_rows
+            assert rows >= tokens
+    unknown = DeviceInfo(0, "Unknown GPU", (9, 0), 100, 232_448)
+    assert best_of_table(Target(2112, 7168, 4), unknown) == ()
+
+
+@pytest.fixture
+def exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Two runs of the tuner, the second slower and with other candidates ahead."""
+    from k3cupy.dispatch.tuning import files
+
+    monkeypatch.setenv("K3CUPY_CACHE_DIR", str(tmp_path / "cache"))
+    use_fake_gpu(monkeypatch)
+    paths = [tmp_path / "run1.json", tmp_path / "run2.json"]
+    for path, meter in zip(paths, (FakeMeter(), FakeMeter(us=slower)), strict=True):
+        found = tune_with(meter, tokens=[1, 8], again=True)
+        files.write_export(path, found.entries, GPU, commit="0123")
+    return paths
+
+
+def slower(target: Target, candidate: Candidate, effort: object) -> float:
+    crc = zlib.crc32(f"{candidate} again".encode()) % 100
+    return 1.5 * made_up_us(target, candidate) * (1 + crc / 1000)
+
+
+def apply(*arguments: str | Path) -> tuple[int, str]:
+    done = CliRunner().invoke(main, ["bench", "apply", *map(str, arguments)])
+    return done.exit_code, done.output
+
+
+def test_exports_of_the_tuner_make_the_shipped_table(exports: list[Path], tmp_path: Path) -> None:
+    table = tmp_path / "tables/gpu.json"
+    assert apply(*exports, "--table", table) == (0, "")
+    made = json.loads(table.read_text())
+    assert made["about"] == "Measured by `python -m k3cupy tune`, the mean of 2 runs."
+    one, two = (json.loads(path.read_text())["entries"] for path in exports)
+    assert len(made["entries"]) == len(one) == 4
+    for row, a, b in zip(made["entries"], one, two, strict=True):
+        runs = [list(_all_us(entry)) for entry in (a, b)]
+        level = sum(map(min, runs)) / 2
+        assert row["linear_us"] == pytest.approx(
+            level * (a["linear_us"] / min(runs[0]) + b["linear_us"] / min(runs[1])) / 2, abs=1e-3
+        )
+        chosen = row["chosen"]
+        assert row["us"][chosen["backend"]][chosen["config"]] == min(_all_us(row))
+
+
+def _all_us(entry: dict[str, Any]) -> list[float]:
+    return [entry["linear_us"], *(us for found in entry["us"].values() for us in found.values())]
+
+
+def test_one_export_is_the_table(exports: list[Path], tmp_path: Path) -> None:
+    table = tmp_path / "table.json"
+    assert apply(exports[0], "--table", table) == (0, "")
+    assert json.loads(table.read_text()) == json.loads(exports[0].read_text())
+
+
+def test_what_makes_no_table_is_one_clear_line(exports: list[Path], tmp_path: Path) -> None:
+    table, page = tmp_path / "table.json", tmp_path / "page.md"
+    page.write_text("")
+    code, output = apply(exports[0], "--table", table, "--page", page)
+    assert code == 2 and "files of `tune --export` make a table" in output
+    other = json.loads(exports[1].read_text())
+    exports[1].write_text(json.dumps({**other, "gpu": "NVIDIA B200"}))
+    code, output = apply(*exports, "--table", table)
+    assert (code, output) == (1, "Error: expected runs of one gpu, got NVIDIA B200, Test GPU\n")
+    gemm = tmp_path / "gemm.json"
+    gemm.write_text(json.dumps(gemm_document(gemm_entry())))
+    code, output = apply(gemm, "--table", table)
+    assert (code, output) == (1, "Error: no table is made from results of bench gemm\n")
+
+
+def test_the_shipped_gemm_table_is_what_the_committed_runs_give(tmp_path: Path) -> None:
+    files = sorted((ROOT / "benchmarks/results").glob("tune_h200_run*.json"))
+    if not files:
+        pytest.skip("there are no runs of the tuner beside this package")
+    table = tmp_path / "table.json"
+    assert apply(*files, "--table", table) == (0, "")
+    shipped = ROOT / "k3cupy/ops/tables/gemm/nvidia_h200.json"
+    assert table.read_text() == shipped.read_text(encoding="utf-8")
+
+
+@pytest.mark.gpu
+def test_a_small_run_of_low_latency_linear_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from k3cupy.bench import linear
+    from k3cupy.timing import cold
+
+    monkeypatch.setattr(cold, "COLD_BYTES", 4 << 20)
+    found = list(linear.run([(1536, 128)], [4]))
+    assert [entry.kind for entry in found] == [
+        "1536x128",
+        *["1536x128 of 6288"] * 3,
+        *["2304x1536 of 2112"] * 3,
+    ]
+    for entry in found:
+        times = [entry.floor_us, entry.linear_us, entry.dispatched_us, *entry.candidates.values()]
+        assert all(0 < us < 1000 for us in times)
+        assert not entry.reason.startswith("row stride"), "the slices are taken as they are"
+    assert all(us > 0 for us in linear.host_time(1536, 128).values())
+    assert len(linear.remarks(found)) == 2

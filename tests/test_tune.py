@@ -1,0 +1,377 @@
+"""The tuner without a GPU: what it measures, what it stops early, what it refuses to record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tune_helpers import GPU, H200, LINEAR_US, FakeMeter, made_up_us, run, use_fake_gpu
+
+import k3cupy
+from k3cupy.dispatch import presets
+from k3cupy.dispatch import tune as tuning
+from k3cupy.dispatch.plans import FUSED_A, SKINNY
+from k3cupy.dispatch.tuning.candidates import (
+    LINEAR,
+    Candidate,
+    Target,
+    candidates,
+    targets,
+)
+from k3cupy.dispatch.tuning.cuda_meter import call_of
+from k3cupy.dispatch.tuning.engine import Effort, measure, measure_all
+from k3cupy.ops import fused_a_gemm_choice, gemm_tables, skinny_gemm_choice
+from k3cupy.ops.gemm_entry import Choice, GemmEntry
+from k3cupy.timing.products import Product
+
+SHAPE = (2112, 7168)
+HERE = Target(*SHAPE, 8)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    monkeypatch.setenv("K3CUPY_CACHE_DIR", str(tmp_path))
+    if request.node.get_closest_marker("gpu") is None:
+        use_fake_gpu(monkeypatch)
+    yield
+    gemm_tables.reload()
+
+
+# Which weights
+
+
+def test_presets_take_their_degree_and_what_every_gpu_holds_whole() -> None:
+    tp8 = presets.preset_shapes("kimi-k3-tp8")
+    assert len(tp8) == 13
+    assert (2112, 7168) in tp8, "replicated"
+    assert (7168, 14336) in tp8, "nothing is said of its degree"
+    assert (7168, 768) in tp8 and (7168, 768) in presets.preset_shapes("kimi-k3-tp16")
+    assert (4608, 1536) not in tp8 and (4608, 1536) in presets.preset_shapes("kimi-k3-tp4")
+    assert len(presets.preset_shapes("kimi-k3")) == 28
+    every = {s for name in presets.preset_names()[1:] for s in presets.preset_shapes(name)}
+    assert every == set(presets.preset_shapes("kimi-k3"))
+
+
+def test_an_unknown_preset_is_refused_with_the_names() -> None:
+    with pytest.raises(ValueError, match=r"preset: expected kimi-k3 or .*-tp16, got 'kimi-k2'"):
+        presets.preset_shapes("kimi-k2")
+
+
+class Block(torch.nn.Module):
+    """Two layers of one shape, and some that no kernel of ours takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kinds: dict[str, Any] = {"bias": False, "dtype": torch.bfloat16, "device": "meta"}
+        self.first = torch.nn.Linear(256, 96, **kinds)
+        self.second = torch.nn.Linear(256, 96, **kinds)
+        self.down = torch.nn.Linear(96, 256, **kinds)
+        self.biased = torch.nn.Linear(96, 64, **{**kinds, "bias": True})
+        self.wide = torch.nn.Linear(96, 64, **{**kinds, "dtype": torch.float32})
+        self.odd = torch.nn.Linear(100, 64, **kinds)
+
+
+a_block = Block()
+
+
+def make_block() -> Block:
+    return Block()
+
+
+def no_module() -> int:
+    return 3
+
+
+@pytest.mark.parametrize("name", ["Block", "a_block", "make_block"])
+def test_the_shapes_of_a_module(name: str) -> None:
+    assert presets.module_shapes(f"test_tune:{name}") == ((96, 256), (256, 96))
+    assert presets.module_shapes(a_block) == ((96, 256), (256, 96))
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "text"),
+    [
+        ("test_tune", ValueError, "module: expected package.module:name, got 'test_tune'"),
+        ("no_such_package:x", ValueError, "module: expected something that can be imported"),
+        ("test_tune:no_such", ValueError, "module: expected something that can be imported"),
+        ("test_tune:no_module", TypeError, r"module: expected a torch.nn.Module, got int"),
+        (torch.nn.ReLU(), ValueError, "at least one bfloat16 nn.Linear without bias, got none in"),
+    ],
+)
+def test_what_is_no_module_is_refused(module: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        presets.module_shapes(module)
+
+
+def test_shapes_are_named_in_one_way() -> None:
+    with pytest.raises(ValueError, match="one of shapes, preset and module, got none of them"):
+        tuning.shapes_of()
+    with pytest.raises(ValueError, match="got shapes and preset"):
+        tuning.shapes_of([SHAPE], preset="kimi-k3")
+    assert tuning.shapes_of([SHAPE]) == (SHAPE,)
+    assert tuning.shapes_of(module=a_block) == ((96, 256), (256, 96))
+
+
+# What is measured
+
+
+def test_classes_come_first_and_residuals_last() -> None:
+    found = targets([SHAPE, (96, 256)], (2, 8, 12, 16), residual=True)
+    plain = [(t.n, t.tokens) for t in found if not t.residual]
+    assert plain == [(n, m) for n in (2112, 96) for m in (8, 16, 2, 12)]
+    assert [t.residual for t in found] == [False] * 8 + [True] * 8
+    assert len(targets([SHAPE, SHAPE], (8, 8), residual=False)) == 1
+
+
+@pytest.mark.parametrize(
+    ("shapes", "tokens", "text"),
+    [
+        ([(2112, 7168)], [9], r"tokens: expected some of 1, 2, .*, 64, got 9. A call with another"),
+        ([(2112, 7168)], [], "tokens: expected at least one, got none"),
+        ([], [8], "shapes: expected at least one, got none"),
+        ([(2112, 100)], [8], r"shapes: expected K a multiple of 8, got \(2112, 100\)"),
+        ([(0, 128)], [8], "shapes: expected pairs"),
+        ([(True, 128)], [8], "shapes: expected pairs"),
+        ([2112], [8], "shapes: expected pairs"),
+    ],
+)
+def test_what_no_table_can_list_is_refused(shapes: Any, tokens: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        tuning.prepare(shapes, tokens, device=0)
+
+
+def entry_of(target: Target, order: int = 1) -> GemmEntry:
+    """An entry in which the candidates take 10, 11, ... us in their order, or backwards."""
+    given = candidates(target, {}, GPU)[::order]
+    times: dict[str, dict[Any, float]] = {FUSED_A: {}, SKINNY: {}}
+    for i, c in enumerate(given):
+        times[c.backend][c.config] = 10.0 + i
+    first = Choice(given[0].backend, given[0].config)
+    return GemmEntry(*target.key, LINEAR_US, times, first)
+
+
+def test_a_class_has_every_candidate() -> None:
+    fused = fused_a_gemm_choice.candidates(*SHAPE, 8, GPU)
+    skinny = skinny_gemm_choice.candidates(*SHAPE, 8, GPU)
+    want = {Candidate(FUSED_A, c) for c in fused} | {Candidate(SKINNY, c) for c in skinny}
+    assert set(candidates(HERE, {}, GPU)) == want
+    beyond = candidates(Target(*SHAPE, 16), {}, GPU)
+    assert {c.backend for c in beyond} == {FUSED_A}, "skinny ends at 8 tokens"
+
+
+def test_between_classes_only_the_best_of_the_neighbours_are_measured() -> None:
+    one, eight = Target(*SHAPE, 1), Target(*SHAPE, 8)
+    known = {one.key: entry_of(one), eight.key: entry_of(eight, order=-1)}
+    found = [c for c in candidates(Target(*SHAPE, 4), known, GPU) if c.backend == FUSED_A]
+    fused = _of_backend(FUSED_A, eight)
+    assert found == [*fused[:-5:-1], *fused[:4]]
+    twelve = Target(*SHAPE, 12)
+    sixteen = Target(*SHAPE, 16)
+    known[sixteen.key] = entry_of(sixteen)
+    assert list(candidates(twelve, known, GPU)) == list(candidates(sixteen, {}, GPU))[:4]
+    assert candidates(twelve, {}, GPU) == candidates(sixteen, {}, GPU), "nothing is known"
+
+
+def test_with_a_residual_the_two_best_of_each_kernel_are_measured() -> None:
+    known = {HERE.key: entry_of(HERE)}
+    found = candidates(Target(*SHAPE, 8, residual=True), known, GPU)
+    assert [c.backend for c in found] == [FUSED_A, FUSED_A, SKINNY, SKINNY]
+    every = candidates(HERE, {}, GPU)
+    assert found[:2] == every[:2]
+
+
+def test_a_depth_that_only_skinny_takes() -> None:
+    found = candidates(Target(96, 24, 2), {}, GPU)
+    assert {c.backend for c in found} == {SKINNY}
+    assert candidates(Target(96, 24, 16), {}, GPU) == ()
+    report = run(FakeMeter(), [(96, 24)], [2, 16], residual=False)
+    assert [e.chosen is None for e in report.entries] == [True, False], "classes come first"
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_instances_are_those_of_a_linear_layer(residual: bool) -> None:
+    """Packed x, the weight static: what the modules run."""
+    target = Target(*SHAPE, 8, residual)
+    for candidate in candidates(HERE, {}, GPU):
+        name = candidate.instance(target).name_expression
+        flags = name.rsplit(", ", 4)[1:]
+        told = str(residual).lower()
+        if candidate.backend == FUSED_A:
+            assert flags == ["true", "true", "true", f"{told}>"]
+        else:
+            assert flags[1:] == ["true", told, "true>"]
+
+
+def test_the_preset_needs_few_instances() -> None:
+    """Each is compiled, half a second to a second on one core: that is what tuning takes longest
+    for."""
+    wanted = targets(presets.preset_shapes("kimi-k3-tp8"), gemm_tables.TOKENS, residual=False)
+    assert len(wanted) == 13 * 14
+    assert len({c.instance(t) for t in wanted for c in candidates(t, {}, H200)}) < 700
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("tokens", [1, 5, 16])
+def test_a_candidates_call_computes_the_product(device: str, tokens: int, residual: bool) -> None:
+    """On the CPU the kernels' reference."""
+    product = Product(96, 256, tokens, residual=residual, device=device)
+    weights = [torch.randn(96, 256, device=device, dtype=torch.bfloat16) for _ in range(2)]
+    for backend in (FUSED_A, SKINNY):
+        for candidate in _of_backend(backend, Target(96, 256, tokens))[:2]:
+            call = call_of(product, candidate)
+            call(weights[1])  # the plan is made for one weight and used for all
+            assert product.check(call, weights[0]) is None
+
+
+def _of_backend(backend: str, target: Target) -> list[Candidate]:
+    return [c for c in candidates(target, {}, GPU) if c.backend == backend]
+
+
+# How it is measured
+
+
+def us_of(times: dict[Candidate, float], linear: float = LINEAR_US) -> Any:
+    return lambda target, candidate, effort: {LINEAR: linear, **times}[candidate]
+
+
+def some(count: int) -> list[Candidate]:
+    return _of_backend(FUSED_A, HERE)[:count]
+
+
+def test_what_is_clearly_behind_is_glanced_at_once() -> None:
+    a, b, c = some(3)
+    meter = FakeMeter(us=us_of({a: 10.0, b: 11.4, c: 11.6}))
+    found = measure(HERE, [a, b, c], meter)
+    assert meter.timed_with(Effort.GLANCE) == {LINEAR, a, b, c}
+    assert meter.timed_with(Effort.FULL) == {a, b, LINEAR}, "the framework's linear always"
+    assert found.entry.times == {FUSED_A: {a.config: 10.0, b.config: 11.4, c.config: 11.6}}
+    assert found.entry.chosen == Choice(FUSED_A, a.config)
+    assert found.entry.linear_us == LINEAR_US
+
+
+def test_the_best_of_each_kernel_is_timed_in_full() -> None:
+    """A direct call of a kernel takes the best of its own."""
+    (a,) = some(1)
+    skinny = _of_backend(SKINNY, HERE)[:2]
+    meter = FakeMeter(us=us_of({a: 10.0, skinny[0]: 50.0, skinny[1]: 40.0}))
+    measure(HERE, [a, *skinny], meter)
+    assert meter.timed_with(Effort.FULL) == {a, skinny[1], LINEAR}
+
+
+def test_a_lucky_glance_does_not_leave_a_faster_time_unproven() -> None:
+    """Nothing that was only glanced at may be as fast as the choice."""
+    a, b = some(2)
+    glance, full = {LINEAR: 30.0, a: 8.0, b: 9.5}, {LINEAR: 30.0, a: 10.0, b: 9.6}
+    meter = FakeMeter(us=lambda t, c, effort: (glance if effort is Effort.GLANCE else full)[c])
+    entry = measure(HERE, [a, b], meter).entry
+    assert entry.times[FUSED_A] == {a.config: 10.0, b.config: 9.6}
+    assert entry.chosen == Choice(FUSED_A, b.config)
+
+
+@pytest.mark.parametrize(
+    ("linear", "extra"), [(10.2, True), (9.8, True), (10.4, False), (9, False)]
+)
+def test_a_close_race_with_the_framework_gets_more_rounds(linear: float, extra: bool) -> None:
+    a, b = some(2)
+    meter = FakeMeter(us=us_of({a: 10.0, b: 11.0}, linear))
+    entry = measure(HERE, [a, b], meter).entry
+    assert (meter.timed_with(Effort.EXTRA) == {a, LINEAR}) is extra
+    assert (entry.chosen is None) is (linear < 10)
+
+
+def test_where_the_frameworks_linear_is_as_fast_it_stays() -> None:
+    (a,) = some(1)
+    assert measure(HERE, [a], FakeMeter(us=us_of({a: LINEAR_US}))).entry.chosen is None
+
+
+def test_what_fails_its_check_is_neither_timed_nor_recorded() -> None:
+    a, b = some(2)
+    meter = FakeMeter(
+        us=us_of({a: 1.0, b: 10.0}), why_wrong=lambda t, c: "element (0, 0)" if c == a else None
+    )
+    found = measure(HERE, [a, b], meter)
+    assert found.entry.times == {FUSED_A: {b.config: 10.0}}
+    assert found.entry.chosen == Choice(FUSED_A, b.config)
+    assert found.refused == {a: "element (0, 0)"}
+    assert all(a not in given for _, given, _ in meter.timed)
+
+
+def test_where_everything_fails_the_frameworks_linear_is_recorded() -> None:
+    report = run(FakeMeter(why_wrong=lambda t, c: "not finite"), tokens=[1])
+    assert all(e.chosen is None and not e.times for e in report.entries)
+    assert len(report.refused) == len(candidates(Target(*SHAPE, 1), {}, GPU))
+    assert all(line.startswith("2112x7168, M = 1, ") for line in report.refused)
+    assert "refused, not recorded: 2112x7168, M = 1, fused_a " in str(report)
+
+
+def test_compiling_runs_ahead() -> None:
+    """Everything is queued before the first product is measured; residuals as they are known."""
+    wanted = targets([SHAPE, (96, 256)], (1, 8), residual=True)
+    meter = FakeMeter()
+    measuring = measure_all(wanted, {}, meter)
+    first = next(measuring)
+    plain = {(t, c) for t in wanted if not t.residual for c in candidates(t, {}, GPU)}
+    assert plain <= set(meter.compiled)
+    later = {(t, c) for t, c in meter.compiled if t.residual}
+    assert {t for t, _ in later} == {Target(*first.target.key[:3], residual=True)}
+    rest = list(measuring)
+    assert len(rest) == len(wanted) - 1
+    assert meter.closed == 1
+    assert set(meter.checked) <= set(meter.compiled)
+
+
+def test_a_meter_is_closed_after_an_error() -> None:
+    def fail(*_: Any) -> float:
+        raise RuntimeError("an error of the GPU")
+
+    meter = FakeMeter(us=fail)
+    with pytest.raises(RuntimeError, match="of the GPU"):
+        run(meter)
+    assert meter.closed == 1
+
+
+def test_a_whole_run() -> None:
+    meter = FakeMeter()
+    report = run(meter)
+    assert len(report.entries) == report.num_measured == 28
+    for entry in report.entries:
+        every = [us for times in entry.times.values() for us in times.values()]
+        assert entry.chosen_us == min([*every, entry.linear_us])
+        target = Target(entry.n, entry.k, entry.tokens, entry.residual)
+        assert entry.chosen is not None
+        chosen = Candidate(entry.chosen.backend, entry.chosen.config)
+        assert entry.chosen_us == made_up_us(target, chosen)
+    text = str(report)
+    assert "Test GPU: speed-up over the framework's linear" in text
+    assert "2112x7168 + residual" in text
+    assert "28 products measured now, 0 before with the same kernels" in text
+    assert str(report.path) in text
+
+
+def test_the_choices_count_from_now_on() -> None:
+    before = gemm_tables.generation()
+    report = run(FakeMeter(), tokens=[8], residual=False)
+    assert gemm_tables.generation() > before
+    found = gemm_tables.entry(*SHAPE, 8, GPU)
+    assert found is not None and found.source == "user cache"
+    assert found.chosen == report.entries[0].chosen
+
+
+def test_edited_kernels_are_not_tuned(tmp_path: Path) -> None:
+    """Their times would count for the kernels of the package."""
+    with (
+        k3cupy.source_dir(tmp_path),
+        pytest.raises(ValueError, match="K3CUPY_SOURCE_DIR: expected the kernels of the package"),
+    ):
+        tuning.prepare([SHAPE], device=0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch finds a GPU")
+def test_without_a_gpu_tuning_says_so() -> None:
+    with pytest.raises(k3cupy.ToolchainError, match="tuning needs a CUDA GPU; PyTorch sees none"):
+        k3cupy.tune([SHAPE], device=0)
