@@ -180,6 +180,16 @@ def test_layers_that_came_later_are_found_by_the_next_call() -> None:
     assert k3cupy.enable_low_latency_gemm(model).installed == before + 1
 
 
+def test_layers_that_are_no_longer_eligible_are_given_back() -> None:
+    model = mixed_model()
+    before = k3cupy.enable_low_latency_gemm(model).installed
+    model["head"].half()
+    report = k3cupy.enable_low_latency_gemm(model)
+    assert report.installed == before - 1
+    assert report["head"].reason == "its weight is float16, not bfloat16"
+    assert type(model["head"]) is nn.Linear
+
+
 def test_disable_brings_back_what_was_there() -> None:
     model = mixed_model()
     before = {name: dict(vars(layer)) for name, layer in model.named_modules()}
@@ -414,6 +424,7 @@ def test_a_bias_that_comes_later_is_added() -> None:
     layer.bias = nn.Parameter(torch.ones(N, dtype=BF16))
     assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
     assert "bias" in k3cupy.enable_low_latency_gemm(layer)[""].reason
+    assert type(layer) is nn.Linear
 
 
 class Doubled(nn.Module):

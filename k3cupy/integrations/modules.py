@@ -35,7 +35,7 @@ def enable_low_latency_gemm(
     ``low_latency_linear``. On a GPU it must also have a plan for its shape; on the CPU it goes on
     with the framework's linear until it moves to a GPU. Everything else is left alone, and the
     report says why. Parameters, names, hooks and the state dict stay as they are. Calling it again
-    changes nothing, but for ``batch_invariant`` and layers that are eligible only now.
+    brings layers up to date, those that came later and those that are no longer eligible.
 
     The layers promise that the kernel before them does not write their weight, so that it can be
     fetched early. After an in-place change, ``load_state_dict`` or ``.to(...)`` the next call goes
@@ -76,11 +76,13 @@ def enable_low_latency_gemm(
         (layer, _look_at(name, layer, counts, invariant))
         for name, layer in torch_linear.linear_layers(module)
     ]
-    chosen = [(layer, row) for layer, row in layers if row.installed]
     if warmup:
-        warm_up([row for _, row in chosen], counts, invariant)
-    for layer, _ in chosen:
-        torch_linear.exchange(layer, batch_invariant)
+        warm_up([row for _, row in layers if row.installed], counts, invariant)
+    for layer, row in layers:
+        if row.installed:
+            torch_linear.exchange(layer, batch_invariant)
+        else:
+            torch_linear.exchange_back(layer)
     return LinearReport([row for _, row in layers])
 
 
@@ -106,7 +108,7 @@ def disable_low_latency_gemm(module: nn.Module) -> int:
     _check_module(module)
     from k3cupy.integrations import torch_linear
 
-    return torch_linear.exchange_back(module)
+    return sum(map(torch_linear.exchange_back, module.modules()))
 
 
 _ON_CPU = "on the CPU: framework linear until it moves to a GPU"

@@ -154,13 +154,13 @@ def exchange(layer: nn.Linear, batch_invariant: bool | None) -> None:
     _set_batch_invariant(layer, batch_invariant)
 
 
-def exchange_back(module: nn.Module) -> int:
-    """Make every exchanged layer of a model an ``nn.Linear`` again, and return their number."""
-    layers = [layer for layer in module.modules() if type(layer) is LowLatencyLinear]
-    for layer in layers:
-        _set_batch_invariant(layer, None)
-        layer.__class__ = nn.Linear
-    return len(layers)
+def exchange_back(layer: nn.Module) -> bool:
+    """Make a layer an ``nn.Linear`` again, and return whether it was exchanged."""
+    if type(layer) is not LowLatencyLinear:
+        return False
+    _set_batch_invariant(layer, None)
+    layer.__class__ = nn.Linear
+    return True
 
 
 def _set_batch_invariant(layer: nn.Module, value: Any) -> None:
