@@ -1,10 +1,8 @@
-"""The low-latency linear in the layers of a model: which ones, what stays, and undoing it."""
+"""The low-latency linear in the layers of a model: which ones, the report, undoing it."""
 
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -12,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import BF16
+from helpers import BF16, run_child
 from torch import nn
-from torch.nn.utils import parametrize, prune
+from torch.nn.utils import prune
+from torch_linear_helpers import K, N, linear, mixed_model
 
 import k3cupy
 from k3cupy.integrations import modules, torch_linear
@@ -23,17 +22,6 @@ from k3cupy.integrations.torch_linear import LowLatencyLinear
 from k3cupy.runtime.devices import DeviceInfo
 
 ON_CPU = "on the CPU: framework linear until it moves to a GPU"
-N, K = 48, 128
-
-
-def linear(n: int = N, k: int = K, **options: Any) -> nn.Linear:
-    return nn.Linear(k, n, **{"bias": False, "dtype": BF16, **options})
-
-
-def mixed_model() -> nn.Module:
-    """Eligible layers at two depths, and one that is not."""
-    blocks = nn.ModuleList(nn.ModuleDict({"up": linear(), "down": linear(K, N)}) for _ in range(3))
-    return nn.ModuleDict({"blocks": blocks, "head": linear(7, K), "gate": linear(bias=True)})
 
 
 def names_of(report: LinearReport) -> list[str]:
@@ -160,6 +148,39 @@ def test_attention_of_pytorch_which_reads_the_weight_itself_is_left_alone() -> N
     report = k3cupy.enable_low_latency_gemm(attention)
     assert report.installed == 0
     assert "NonDynamicallyQuantizableLinear" in report["out_proj"].reason
+
+
+def _sharded_layers() -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import distribute_module, distribute_tensor
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    x = torch.randn(3, K).to(BF16)
+
+    layer = distribute_module(linear(), mesh)
+    report = k3cupy.enable_low_latency_gemm(layer)
+    assert report[""].reason == "its weight is a DTensor, not a plain tensor"
+
+    model = nn.Sequential(linear(), linear(16, N)).requires_grad_(False)
+    want = model(x)
+    k3cupy.enable_low_latency_gemm(model)
+    distributed = distribute_module(copy.deepcopy(model), mesh)
+    assert torch.equal(distributed(distribute_tensor(x, mesh)).to_local(), want)
+    sharded = copy.deepcopy(model)
+    for module in (sharded[0], sharded):
+        fully_shard(module, mesh=mesh)
+    assert k3cupy.enable_low_latency_gemm(sharded).installed == 0
+    for each in (sharded, fully_shard(model, mesh=mesh)):
+        for _ in range(2):
+            assert torch.equal(each(x), want)
+    dist.destroy_process_group()
+
+
+def test_sharded_layers_are_left_alone_and_right() -> None:
+    run_child(_sharded_layers)
 
 
 # Calling it
@@ -301,155 +322,6 @@ def test_report_with_plans() -> None:
     text = str(LinearReport(rows))
     assert "skinny 1-8, F.linear 9-64" in text
     assert "left alone: no plan" in text
-
-
-# What stays
-
-
-def state_of(model: nn.Module) -> tuple[Any, ...]:
-    return (
-        list(model.state_dict()),
-        [(name, id(p)) for name, p in model.named_parameters()],
-        [(name, id(m)) for name, m in model.named_modules()],
-        [id(b) for b in model.buffers()],
-    )
-
-
-def test_names_parameters_and_state_dict_stay() -> None:
-    model = mixed_model()
-    before = state_of(model)
-    k3cupy.enable_low_latency_gemm(model)
-    assert state_of(model) == before
-    assert isinstance(model["head"], nn.Linear)
-    k3cupy.disable_low_latency_gemm(model)
-    assert state_of(model) == before
-
-
-def test_hooks_stay() -> None:
-    layer, seen = linear(), []
-    layer.register_forward_pre_hook(lambda *_: seen.append("before"))
-    layer.register_forward_hook(lambda *_: seen.append("after"))
-    k3cupy.enable_low_latency_gemm(layer)
-    layer.register_forward_hook(lambda module, args, out: out * 2)
-    x = torch.randn(3, K).to(BF16)
-    assert torch.equal(layer(x), nn.functional.linear(x, layer.weight) * 2)
-    assert seen == ["before", "after"]
-
-
-def saved_and_loaded(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize(
-    "copied",
-    [copy.deepcopy, copy.copy, lambda m: pickle.loads(pickle.dumps(m)), saved_and_loaded],
-    ids=["deepcopy", "copy", "pickle", "torch.save"],
-)
-@pytest.mark.parametrize("invariant", [None, True])
-def test_copies_are_enabled_and_right(copied: Any, invariant: bool | None) -> None:
-    model = nn.Sequential(linear(), linear(7, N))
-    x = torch.randn(3, K).to(BF16)
-    k3cupy.enable_low_latency_gemm(model, batch_invariant=invariant)
-    want = model(x)
-    twin = copied(model)
-    assert [type(layer) for layer in twin] == [LowLatencyLinear] * 2
-    assert twin[0].batch_invariant is invariant
-    assert torch.equal(twin(x), want)
-    if copied is not copy.copy:
-        with torch.no_grad():
-            model[0].weight.zero_()
-        assert torch.equal(twin(x), want)
-        assert k3cupy.disable_low_latency_gemm(twin) == 2
-        assert type(model[0]) is LowLatencyLinear
-
-
-@pytest.mark.parametrize("assign", [False, True])
-def test_load_state_dict_between_enabled_and_plain(assign: bool) -> None:
-    models = [nn.Sequential(linear(), linear(7, N)) for _ in range(2)]
-    x = torch.randn(3, K).to(BF16)
-    want = models[0](x)
-    k3cupy.enable_low_latency_gemm(models[1])
-    models[1](x)
-    models[1].load_state_dict(models[0].state_dict(), assign=assign)
-    assert torch.equal(models[1](x), want)
-    with torch.no_grad():
-        models[1][0].weight.mul_(2)
-    models[0].load_state_dict(models[1].state_dict(), assign=assign)
-    assert torch.equal(models[0](x), models[1](x))
-
-
-def test_other_types_and_back() -> None:
-    layer = linear()
-    k3cupy.enable_low_latency_gemm(layer)
-    for dtype in (torch.float16, torch.float32, BF16):
-        layer.to(dtype)
-        x = torch.randn(3, K).to(dtype)
-        out = layer(x)
-        assert out.dtype == dtype
-        assert torch.equal(out, nn.functional.linear(x, layer.weight))
-    assert type(layer) is LowLatencyLinear
-
-
-class Tied(nn.Module):
-    """A head whose weight is the embedding's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(N, K, dtype=BF16)
-        self.lm_head = linear()
-        self.lm_head.weight = self.embedding.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.lm_head(self.embedding(tokens))
-
-
-def test_tied_weights_stay_tied() -> None:
-    model, tokens = Tied(), torch.arange(5)
-    k3cupy.enable_low_latency_gemm(model)
-    assert model.lm_head.weight is model.embedding.weight
-    twin = copy.deepcopy(model)
-    assert twin.lm_head.weight is twin.embedding.weight
-    with torch.no_grad():
-        model.embedding.weight.normal_()
-    rows = model.embedding.weight[:5]
-    assert torch.equal(model(tokens), nn.functional.linear(rows, model.embedding.weight))
-
-
-def test_a_bias_that_comes_later_is_added() -> None:
-    layer, x = linear(), torch.randn(3, K).to(BF16)
-    k3cupy.enable_low_latency_gemm(layer)
-    layer.bias = nn.Parameter(torch.ones(N, dtype=BF16))
-    assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
-    assert "bias" in k3cupy.enable_low_latency_gemm(layer)[""].reason
-    assert type(layer) is nn.Linear
-
-
-class Doubled(nn.Module):
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight * 2
-
-
-def test_a_parametrization_that_comes_later_counts() -> None:
-    layer, x = linear(), torch.randn(3, K).to(BF16)
-    plain = layer.weight.detach().clone()
-    k3cupy.enable_low_latency_gemm(layer)
-    parametrize.register_parametrization(layer, "weight", Doubled())
-    assert torch.equal(layer(x), nn.functional.linear(x, plain * 2))
-    assert "parametrized" in k3cupy.enable_low_latency_gemm(layer)[""].reason
-    parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
-    assert torch.equal(layer(x), nn.functional.linear(x, plain))
-
-
-def test_pruning_that_comes_later_counts() -> None:
-    layer, x = linear(), torch.randn(3, K).to(BF16)
-    k3cupy.enable_low_latency_gemm(layer)
-    prune.l1_unstructured(layer, "weight", 0.5)
-    out = layer(x)
-    assert (layer.weight == 0).float().mean() == 0.5
-    assert torch.equal(out, nn.functional.linear(x, layer.weight))
 
 
 # Plans of a GPU
