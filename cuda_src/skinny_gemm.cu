@@ -30,8 +30,8 @@
 namespace k3cupy {
 
 template <typename T, int kNumRows, int kBlockSize, int kOutputs, int kUnroll, int kVectorWidth,
-          bool kAlignedX, bool kHasResidual, bool kWeightIsStatic>
-__global__ void __launch_bounds__(kBlockSize)
+          int kBlocksPerSm, bool kAlignedX, bool kHasResidual, bool kWeightIsStatic>
+__global__ void __launch_bounds__(kBlockSize, kBlocksPerSm)
     skinny_gemm(const T* weight, unsigned int n, unsigned int k, const T* x, long long x_row_stride,
                 const T* residual, long long residual_row_stride, T* out,
                 long long out_row_stride) {
@@ -138,11 +138,12 @@ __global__ void __launch_bounds__(kBlockSize)
   __shared__ float sums[kWarps][kSums];
   const unsigned int lane = threadIdx.x % kLanes;
   unsigned int first = 0;
-  sum_over_warp<kSums>(sum, lane, first);
+  unsigned int end = kSums;
+  sum_over_warp<kSums>(sum, lane, first, end);
   if (lane % WarpSums<kSums>::kCopies == 0) {
 #pragma unroll
     for (int i = 0; i < WarpSums<kSums>::kPerLane; ++i) {
-      if (first + i < kSums) sums[threadIdx.x / kLanes][first + i] = sum[i];
+      if (first + i < end) sums[threadIdx.x / kLanes][first + i] = sum[i];
     }
   }
   __syncthreads();

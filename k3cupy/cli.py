@@ -40,7 +40,7 @@ def show_config() -> None:
     "--op",
     default="mla_decode",
     show_default=True,
-    help="mla_decode, mla_prefill, the name of one prefill operation, or fused_a_gemm.",
+    help="mla_decode, mla_prefill, one of the prefill operations, fused_a_gemm or skinny_gemm.",
 )
 @click.option("--dtype", multiple=True, default=["bfloat16"], show_default=True)
 @click.option("--kv-cache", multiple=True, default=["bf16", "fp8", "fp8_ds_mla"], show_default=True)
@@ -56,10 +56,10 @@ def show_config() -> None:
     metavar="NxK",
     help="GEMM: N x K of a weight, as 2112x7168; all of Kimi-K3 by default.",
 )
-@click.option("--tokens", multiple=True, type=int, help="GEMM: a number of tokens; 1 to 64.")
-@click.option("--packed/--strided", default=None, help="GEMM: layout of x; both by default.")
+@click.option("--tokens", multiple=True, type=int, help="GEMM: a number of tokens; by default all.")
+@click.option("--packed/--strided", default=None, help="Fused-A: layout of x; both by default.")
 @click.option("--weight-is-static", is_flag=True, help="GEMM: for calls that make this promise.")
-@click.option("--batch-invariant", is_flag=True, help="GEMM: for calls with this flag.")
+@click.option("--batch-invariant", is_flag=True, help="Fused-A: for calls with this flag.")
 @click.option("--residual", is_flag=True, help="GEMM: for calls that add one.")
 @click.option("--device", type=int, default=None, help="GPU ordinal; the current one by default.")
 def warmup(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,14 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def pytest_configure() -> None:
-    """Make PYTHONPATH absolute: child processes start in folders of their own."""
+    """Prepare the environment of the tests and of their child processes.
+
+    PYTHONPATH becomes absolute, for children start in folders of their own. What the user of this
+    machine has measured or set does not count.
+    """
+    nothing = Path(tempfile.gettempdir(), f"k3cupy-no-measurements-{os.getpid()}")
+    os.environ["K3CUPY_CACHE_DIR"] = str(nothing)
+    os.environ.pop("K3CUPY_BATCH_INVARIANT", None)
     entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join(str(Path(e).resolve()) for e in entries if e)
 

@@ -3,52 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from fake_device import STREAM, FakeDevice
 from gemm_helpers import inputs
 
 import k3cupy
-from k3cupy.ops import cuda_call, outputs
 from k3cupy.ops.fused_a_gemm_plan import Options, make_plan
 from k3cupy.ops.fused_a_gemm_validate import FRIENDLY, PUBLIC, Form
-from k3cupy.runtime import devices, launch, producers, streams
-from k3cupy.runtime.devices import DeviceInfo
 
-H200 = DeviceInfo(0, "NVIDIA H200", (9, 0), 132, 232_448)
 CONFIG = k3cupy.FusedAGemmConfig(16, 32, 128, 8, 2, 4, 1, 4, 2)
-STREAM = 77
 
 
-class FakeDevice:
-    """Takes CPU tensors for CUDA tensors and writes down what would be launched."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.loaded: list[str] = []
-        self.limits: list[int] = []
-        self.settings: dict[str, Any] = {}
-        self.launches: list[tuple[int, list[Any]]] = []
-        view = producers.view
-        monkeypatch.setattr(producers, "view", lambda t, n: replace(view(t, n), device_type="cuda"))
-        monkeypatch.setattr(devices, "info", lambda _: H200)
-        monkeypatch.setattr(streams, "current_of", lambda *_: lambda: STREAM)
-        monkeypatch.setattr(cuda_call.CudaPlace, "load", self.load)
-        monkeypatch.setattr(launch, "make_launcher", self.make_launcher)
-        allocator = outputs.allocator
-        monkeypatch.setattr(
-            outputs, "allocator", lambda kind, shape, dtype, _: allocator(kind, shape, dtype, None)
-        )
-
-    def load(self, instance: Any, stream: Any) -> Any:
-        self.loaded.append(instance.name_expression)
-        return SimpleNamespace(kernel=None, allow_shared_memory=self.limits.append)
-
-    def make_launcher(self, device: int, kernel: Any, **settings: Any) -> Any:
-        self.settings = settings
-        return lambda stream, arguments: self.launches.append((stream, arguments))
+class GemmDevice(FakeDevice):
+    """Runs one call of the fused-A GEMM."""
 
     def run(
         self, form: Form, *tensors: torch.Tensor | None, config: Any = CONFIG, pdl: Any = None
@@ -60,11 +31,11 @@ class FakeDevice:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
-    return FakeDevice(monkeypatch)
+def device(monkeypatch: pytest.MonkeyPatch) -> GemmDevice:
+    return GemmDevice(monkeypatch)
 
 
-def test_a_launch(device: FakeDevice) -> None:
+def test_a_launch(device: GemmDevice) -> None:
     """The grid counts clusters; the arguments are in the kernel's order, with its types."""
     x, weight = inputs(9, 100, 128, strides=(136, 1))
     out = device.run(FRIENDLY, x, weight, None)
@@ -91,7 +62,7 @@ def test_a_launch(device: FakeDevice) -> None:
     assert {type(value) for value in (x_stride, out_stride)} == {int}
 
 
-def test_the_public_form_and_strides_of_out(device: FakeDevice) -> None:
+def test_the_public_form_and_strides_of_out(device: GemmDevice) -> None:
     x, weight = inputs(9, 100, 128)
     wide = torch.zeros(9, 160, dtype=x.dtype)
     device.run(PUBLIC, x, weight.T, wide[:, 16:116], pdl=False)
@@ -102,7 +73,7 @@ def test_the_public_form_and_strides_of_out(device: FakeDevice) -> None:
     assert "true, true, true, false>" in device.loaded[0]
 
 
-def test_a_residual(device: FakeDevice) -> None:
+def test_a_residual(device: GemmDevice) -> None:
     """Its instance, its address and its row stride; a plan serves another address."""
     x, weight = inputs(9, 100, 128)
     residual = torch.zeros(9, 107, dtype=x.dtype)[:, 3:103]
@@ -115,7 +86,7 @@ def test_a_residual(device: FakeDevice) -> None:
     assert arguments[6:] == [out.data_ptr(), 100, residual.data_ptr(), 107]
 
 
-def test_a_residual_in_place(device: FakeDevice) -> None:
+def test_a_residual_in_place(device: GemmDevice) -> None:
     """Equal addresses are launched; a plan of the same layouts refuses what overlaps in part."""
     x, weight = inputs(9, 100, 128)
     rows = torch.zeros(10, 100, dtype=x.dtype)
@@ -128,7 +99,7 @@ def test_a_residual_in_place(device: FakeDevice) -> None:
     assert len(device.launches) == 1
 
 
-def test_one_row_has_no_stride(device: FakeDevice) -> None:
+def test_one_row_has_no_stride(device: GemmDevice) -> None:
     x, weight = inputs(1, 100, 128)
     device.run(FRIENDLY, x.as_strided((1, 128), (2**62, 1)), weight, None)
     ((_, arguments),) = device.launches
@@ -136,7 +107,7 @@ def test_one_row_has_no_stride(device: FakeDevice) -> None:
     assert "true, true, true, false>" in device.loaded[0], "packed"
 
 
-def test_a_plan_serves_other_addresses(device: FakeDevice) -> None:
+def test_a_plan_serves_other_addresses(device: GemmDevice) -> None:
     first, second = inputs(9, 100, 128), inputs(9, 100, 128)
     plan = make_plan(FRIENDLY, (*first, None, None), Options(None, False, False, None), None)
     outs = [
@@ -149,14 +120,14 @@ def test_a_plan_serves_other_addresses(device: FakeDevice) -> None:
     assert [a == b for a, b in zip(before, after, strict=True)].count(False) == 3
 
 
-def test_no_tokens_no_kernel(device: FakeDevice) -> None:
+def test_no_tokens_no_kernel(device: GemmDevice) -> None:
     x, weight = inputs(0, 100, 128)
     assert device.run(FRIENDLY, x, weight, None, config=None).shape == (0, 100)
     assert device.loaded == []
     assert device.launches == []
 
 
-def test_the_element_wise_instance_says_why(device: FakeDevice) -> None:
+def test_the_element_wise_instance_says_why(device: GemmDevice) -> None:
     x, weight = inputs(2, 48, 128, strides=(6285, 1))
     decision = k3cupy.explain_fused_a_gemm(x, weight, config=CONFIG)
     assert decision.backend == "cuda"
@@ -170,7 +141,7 @@ def test_the_element_wise_instance_says_why(device: FakeDevice) -> None:
 
 
 def test_a_configuration_that_does_not_fit_is_refused_before_anything_is_loaded(
-    device: FakeDevice,
+    device: GemmDevice,
 ) -> None:
     x, weight = inputs(2, 48, 128)
     huge = replace(CONFIG, stages=60)

@@ -6,7 +6,6 @@ The same on a real GPU is in test_runtime_instances_gpu.py.
 from __future__ import annotations
 
 import errno
-import importlib
 import os
 import re
 import sys
@@ -30,7 +29,7 @@ from toolchain_helpers import (
 )
 
 import k3cupy
-from k3cupy.ops.mla_decode_config import DEFAULTS, SOURCE, MlaDecodeVariant
+from k3cupy.ops.mla_decode_config import DEFAULTS, SOURCE, MlaDecodeVariant, dispatched_configs
 from k3cupy.runtime import instances, sources, toolchain
 
 INSTANCES = [c.instance(MlaDecodeVariant("bfloat16")) for c in DEFAULTS.values()]
@@ -430,13 +429,11 @@ def test_warmup_arguments(arguments: dict[str, Any], text: str, gpu: FakeGpu) ->
 
 def test_warmup_compiles_what_a_call_may_choose(gpu: FakeGpu) -> None:
     """By default the query is fp8 where the cache is, as in serving."""
-    warmup = importlib.import_module("k3cupy.ops.warmup")
-    configs = warmup.dispatched_configs
     count = k3cupy.warmup(kv_cache=["bf16", "fp8"], rope=[False, True], progress=False)
     expected = {
         config.name_expression(MlaDecodeVariant("bfloat16", fp8, cache, rope))
         for fp8, cache, kind in ((False, "same", "16bit+same"), (True, "fp8", "fp8+fp8"))
-        for config in configs(kind)
+        for config in dispatched_configs(kind)
         for rope in (False, True)
     }
     assert count == len(expected)

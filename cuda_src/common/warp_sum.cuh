@@ -32,10 +32,11 @@ struct WarpSums<1, 1> {
   static constexpr int kCopies = 1;
 };
 
-// Leaves the sums first, first + 1, ... in value[0], value[1], ... of a lane; `first` begins as 0.
+// Leaves the sums first, first + 1, ..., end - 1 in value[0], value[1], ... of a lane; `first` begins
+// as 0, `end` as kCount. What an odd half is filled up with counts for nobody.
 template <int kCount, int kDistance = kLanes / 2, int kSize>
 __device__ __forceinline__ void sum_over_warp(float (&value)[kSize], unsigned int lane,
-                                              unsigned int& first) {
+                                              unsigned int& first, unsigned int& end) {
   if constexpr (kDistance > 0) {
     constexpr int kHalf = (kCount + 1) / 2;
     if constexpr (kCount == 1) {
@@ -49,9 +50,13 @@ __device__ __forceinline__ void sum_over_warp(float (&value)[kSize], unsigned in
         const float given = __shfl_xor_sync(0xffffffffu, is_upper ? low : high, kDistance);
         value[i] = add(is_upper ? high : low, given);
       }
-      if (is_upper) first += kHalf;
+      if (is_upper) {
+        first += kHalf;
+      } else {
+        end = min(end, first + kHalf);
+      }
     }
-    sum_over_warp<kHalf, kDistance / 2>(value, lane, first);
+    sum_over_warp<kHalf, kDistance / 2>(value, lane, first, end);
   }
 }
 

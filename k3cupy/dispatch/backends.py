@@ -51,9 +51,9 @@ class Backend(Protocol):
         """Prepare a call of (x, weight, out, residual)."""
 
     def instances(
-        self, config: Any, *, weight_is_static: bool, has_residual: bool
+        self, config: Any, *, weight_is_static: bool, has_residual: bool, one_row: bool = False
     ) -> Iterator[Instance]:
-        """Yield what calls with a configuration run: packed x, and x with rows apart."""
+        """Yield what calls with a configuration run: packed x and, but for one row, rows apart."""
 
 
 class _FusedA:
@@ -88,9 +88,9 @@ class _FusedA:
         return fused_a_gemm_plan.make_plan(FRIENDLY, values, options, stream)
 
     def instances(
-        self, config: Any, *, weight_is_static: bool, has_residual: bool
+        self, config: Any, *, weight_is_static: bool, has_residual: bool, one_row: bool = False
     ) -> Iterator[Instance]:
-        for packed in (True, False):
+        for packed in (True,) if one_row else (True, False):
             variant = fused_a_gemm_config.FusedAGemmVariant(
                 packed, True, weight_is_static, has_residual
             )
@@ -128,7 +128,7 @@ class _Skinny:
         return skinny_gemm_plan.make_plan(values, options, stream)
 
     def instances(
-        self, config: Any, *, weight_is_static: bool, has_residual: bool
+        self, config: Any, *, weight_is_static: bool, has_residual: bool, one_row: bool = False
     ) -> Iterator[Instance]:
         variant = skinny_gemm_config.SkinnyGemmVariant(
             has_residual=has_residual, weight_is_static=weight_is_static

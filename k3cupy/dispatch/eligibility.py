@@ -40,7 +40,7 @@ def why_not(views: Mapping[str, TensorView], *, grad_mode: bool) -> str | None:
 def _shape(x: TensorView, weight: TensorView) -> str | None:
     for name, v in (("x", x), ("weight", weight)):
         if len(v.shape) != 2:
-            return f"{name} has {len(v.shape)} dimensions, not 2"
+            return f"{name} is {len(v.shape)}-dimensional, not 2-dimensional"
     if x.shape[1] != weight.shape[1]:
         return f"x has {x.shape[1]:,} columns and the weight {weight.shape[1]:,}"
     if 0 in weight.shape:
@@ -59,7 +59,7 @@ def _dtype(x: TensorView, weight: TensorView) -> str | None:
 def _device(x: TensorView, weight: TensorView) -> str | None:
     if x.is_cuda and weight.is_cuda and x.device_index == weight.device_index:
         return None
-    if x.device == weight.device:
+    if _place(x) == _place(weight):
         return f"x and the weight are on {_place(x)}"
     return f"x is on {_place(x)} and the weight on {_place(weight)}"
 
@@ -120,4 +120,6 @@ def _grad(views: Mapping[str, TensorView]) -> str | None:
 
 
 def _place(v: TensorView) -> str:
-    return "the CPU" if v.device_type == "cpu" else v.device
+    if v.is_cuda:
+        return v.device
+    return {"cpu": "the CPU", "cuda_host": "the CPU (pinned)"}.get(v.device_type, v.device_type)

@@ -48,8 +48,9 @@ def _torch_linear(torch: Any, x: Any, weight: Any, residual: Any) -> Any:
         return torch.nn.functional.linear(x, weight)
     if x.dim() == 2:
         return torch.addmm(residual, x, weight.t())
-    rows = torch.addmm(residual.reshape(-1, weight.shape[0]), x.flatten(0, -2), weight.t())
-    return rows.reshape(*x.shape[:-1], weight.shape[0])
+    n, k = weight.shape
+    rows = torch.addmm(residual.reshape(-1, n), x.reshape(-1, k), weight.t())
+    return rows.reshape(*x.shape[:-1], n)
 
 
 @contextlib.contextmanager

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import sys
+import warnings
+from dataclasses import replace
 from typing import Any
 
 from k3cupy.dispatch import backends, eligibility, fallback, mode, plans
@@ -13,14 +14,12 @@ from k3cupy.dispatch.slices import SlicedPlan, can_be_sliced
 from k3cupy.ops import checks, gemm_cache, gemm_tables
 from k3cupy.ops.arguments import Values
 from k3cupy.ops.fused_a_gemm_config import MAX_TOKENS
-from k3cupy.ops.fused_a_gemm_validate import FRIENDLY, RESIDUAL, WEIGHT, X
+from k3cupy.ops.fused_a_gemm_validate import FRIENDLY, OUT, RESIDUAL, WEIGHT, X
 from k3cupy.ops.plan_cache import Plan, PlanCache
 from k3cupy.runtime import devices, sources
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import CaptureError, ToolchainError
 from k3cupy.runtime.tensors import TensorView
-
-logger = logging.getLogger("k3cupy.dispatch")
 
 _ARGUMENTS = FRIENDLY.arguments
 
@@ -204,8 +203,11 @@ def _run(values: Values, batch_invariant: Any, weight_is_static: Any, stream: An
     try:
         addresses, signature, owners = _ARGUMENTS.probe(values, stream)
     except TypeError:
-        # A tensor without memory, such as one of a compiler's tracing; what is none raises again.
-        return _Route(None, counter_of(_decide(values, batch_invariant))).run(values, [], stream)
+        # A tensor without memory, such as one of a compiler's tracing, is for the framework.
+        decision = _decide(values, batch_invariant)
+        if not decision.is_fallback or stream is not None:
+            raise
+        return _Route(None, counter_of(decision)).run(values, [], None)
     key = (*signature, batch_invariant, weight_is_static, gemm_tables.generation(), _epoch())
     route = _routes.get(key)
     # The signature does not tell a tensor without memory from one that has some.
@@ -233,16 +235,31 @@ def _make_route(
     if decision.is_fallback:
         return _Route(None, counter_of(decision))
     try:
+        plan = _make_plan(decision, values, batch_invariant, weight_is_static, stream)
+    except (ToolchainError, TypeError, ValueError) as error:
+        refused = replace(decision, backend=LINEAR, config=None, source="rule", reason=str(error))
+        warnings.warn(f"low-latency linear: {decision.backend} cannot run: {error}", stacklevel=4)
+        return _Route(None, counter_of(refused))
+    return _Route(plan, counter_of(decision))
+
+
+def _make_plan(
+    decision: LinearDecision,
+    values: Values,
+    batch_invariant: bool,
+    weight_is_static: bool,
+    stream: Any,
+) -> Plan:
+    try:
         if decision.num_tokens > MAX_TOKENS:
-            plan: Plan = SlicedPlan(values, stream, weight_is_static=weight_is_static)
-        else:
-            plan = backends.get(decision.backend).make_plan(
-                values,
-                decision.config,
-                stream,
-                weight_is_static=weight_is_static,
-                batch_invariant=batch_invariant,
-            )
+            return SlicedPlan(values, stream, weight_is_static=weight_is_static)
+        return backends.get(decision.backend).make_plan(
+            values,
+            decision.config,
+            stream,
+            weight_is_static=weight_is_static,
+            batch_invariant=batch_invariant,
+        )
     except CaptureError as error:
         tokens, residual = decision.num_tokens, values[RESIDUAL] is not None
         raise CaptureError(
@@ -250,7 +267,6 @@ def _make_route(
             f"[({decision.n}, {decision.k})], tokens=[{tokens}], residual={residual}, "
             f"batch_invariant={batch_invariant}, weight_is_static={weight_is_static})"
         ) from error
-    return _Route(plan, counter_of(decision))
 
 
 def _decide(values: Values, batch_invariant: bool) -> LinearDecision:
@@ -258,7 +274,7 @@ def _decide(values: Values, batch_invariant: bool) -> LinearDecision:
     try:
         views = _ARGUMENTS.views(values)
     except TypeError as error:
-        given = [value for value in values if value is not None]
+        given = [values[X], values[WEIGHT], *(v for v in values[OUT:] if v is not None)]
         if torch is None or not all(isinstance(value, torch.Tensor) for value in given):
             raise
         return LinearDecision(LINEAR, None, f"a tensor has no memory to read ({error})", "rule")
@@ -295,9 +311,9 @@ def decide(
             device = devices.info(x.device_index)
         except ToolchainError as error:
             reason = str(error)
-            logger.warning("k3cupy kernels cannot run: %s", error)
+            warnings.warn(f"low-latency linear: no kernel of ours can run: {error}", stacklevel=5)
     if reason is not None or device is None:
-        lost = plans.NOT_INVARIANT if batch_invariant and num_tokens else ""
+        lost = plans.NOT_INVARIANT if batch_invariant and x.size else ""
         return LinearDecision(LINEAR, None, f"{reason}{lost}", "rule", n, k, num_tokens)
     return plans.plan(
         n,

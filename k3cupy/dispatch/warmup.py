@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from k3cupy.dispatch import backends, mode, plans
 from k3cupy.dispatch.slices import slices
 from k3cupy.ops import checks
 from k3cupy.ops.fused_a_gemm_config import MAX_TOKENS
+from k3cupy.ops.gemm_warmup import shapes_of, tokens_of
 from k3cupy.runtime import devices, instances
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.instances import Instance
 
+_MOST_ROWS = (1 << 31) - 1
+
 
 def warmup_low_latency_gemm(
-    shapes: Iterable[tuple[int, int]],
+    shapes: Iterable[tuple[int, int]] | None = None,
     tokens: int | Iterable[int] | None = None,
     *,
-    device: int | None = None,
+    device: Any = None,
     residual: bool = False,
     batch_invariant: bool | None = None,
     weight_is_static: bool = False,
@@ -28,10 +32,10 @@ def warmup_low_latency_gemm(
     rows apart. Products that the plans leave to the framework need nothing.
 
     Args:
-        shapes: (N, K) of the weights.
+        shapes: (N, K) of the weights; None: every projection of Kimi-K3.
         tokens: every M that will come; None: 1 to 64. Above 64 only batch-invariant mode has a
             kernel.
-        device: GPU ordinal; by default the current one.
+        device: GPU ordinal, ``"cuda:1"`` or a ``torch.device``; by default the current GPU.
         residual: for calls with one.
         batch_invariant: for calls with that flag; None: as ``is_batch_invariant`` says.
         weight_is_static: for calls with that promise.
@@ -48,14 +52,8 @@ def warmup_low_latency_gemm(
         4
     """
     checks.check_flags(residual=residual, weight_is_static=weight_is_static)
-    pairs = [_pair(pair) for pair in shapes]
-    if tokens is None:
-        counts: Sequence[int] = range(1, MAX_TOKENS + 1)
-    else:
-        counts = [tokens] if isinstance(tokens, int) else list(tokens)
-    for count in counts:
-        if not _is_count(count):
-            checks.reject("tokens", "integers above 0", repr(count))
+    pairs = shapes_of(shapes, k_multiple=1)
+    counts = tokens_of(range(1, MAX_TOKENS + 1) if tokens is None else tokens, _MOST_ROWS)
     invariant = mode.resolved(batch_invariant)
     ordinal = devices.ordinal_of(device)
     wanted = planned_instances(
@@ -101,7 +99,10 @@ def planned_instances(
                 backend = backends.get(plan.backend)
                 found |= dict.fromkeys(
                     backend.instances(
-                        plan.config, weight_is_static=weight_is_static, has_residual=residual
+                        plan.config,
+                        weight_is_static=weight_is_static,
+                        has_residual=residual,
+                        one_row=count == 1,
                     )
                 )
     return tuple(found)
@@ -109,14 +110,3 @@ def planned_instances(
 
 def _launched(num_tokens: int) -> Iterator[int]:
     return (rows.stop - rows.start for rows in slices(num_tokens))
-
-
-def _pair(value: object) -> tuple[int, int]:
-    if not (isinstance(value, tuple | list) and len(value) == 2 and all(map(_is_count, value))):
-        checks.reject("shapes", "pairs (N, K) of integers above 0", repr(value))
-    n, k = value
-    return n, k
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -188,11 +188,11 @@ def _invariant(
     if not common:
         return None
 
-    def fastest(order: tuple[int, int], times: Times) -> FusedAGemmConfig:
+    def fastest(order: tuple[int, ...], times: Times) -> FusedAGemmConfig:
         best: FusedAGemmConfig = min((c for c in times if c.order == order), key=times.__getitem__)
         return best
 
-    def worst_loss(order: tuple[int, int]) -> float:
+    def worst_loss(order: tuple[int, ...]) -> float:
         return max(times[fastest(order, times)] / min(times.values()) for times in classes.values())
 
     return fastest(min(common, key=worst_loss), classes[gemm_tables.class_of(num_tokens)])

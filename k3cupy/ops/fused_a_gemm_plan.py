@@ -5,34 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-from k3cupy.ops import checks, cuda_call, outputs
+from k3cupy.ops import checks, cuda_call
 from k3cupy.ops.arguments import Values
-from k3cupy.ops.cuda_call import CudaOutput, CudaPlace
 from k3cupy.ops.decision import Decision
 from k3cupy.ops.fused_a_gemm_choice import choose
 from k3cupy.ops.fused_a_gemm_config import FusedAGemmConfig
-from k3cupy.ops.fused_a_gemm_validate import (
-    OUT,
-    RESIDUAL,
-    RESIDUAL_NAME,
-    WEIGHT,
-    Form,
-    FusedAGemmProblem,
-    X,
-    check_config,
-    validate,
-)
+from k3cupy.ops.fused_a_gemm_validate import FusedAGemmProblem, check_config, validate
+from k3cupy.ops.gemm_plan import CudaPlan, Kernel, ReferencePlan, row_stride
+from k3cupy.ops.gemm_validate import Form
 from k3cupy.ops.plan_cache import Plan
 from k3cupy.reference.fused_a_gemm import fused_a_gemm_reference
-from k3cupy.runtime import devices, launch, streams, tensors
-from k3cupy.runtime.tensors import TensorView
-
-_DTYPE = "bfloat16"
-_KERNEL_WEIGHT, _KERNEL_X, _KERNEL_OUT, _KERNEL_RESIDUAL = 0, 3, 6, 8
-"""Places of the pointers among the kernel's arguments."""
+from k3cupy.runtime import devices
 
 
 @dataclass(frozen=True)
@@ -99,99 +84,29 @@ def make_plan(form: Form, values: Values, options: Options, stream: Any) -> Plan
     checks.check_grad(problem.views)
     decision = decide(problem, options)
     if decision.backend == "reference":
-        return _ReferencePlan(problem)
-    return _CudaPlan(problem, decision, stream)
+        return ReferencePlan(problem, fused_a_gemm_reference)
+    kernel = None if decision.config is None else _kernel(problem, decision.config)
+    return CudaPlan(problem, kernel, pdl=decision.pdl, stream=stream)
 
 
-def _row_stride(v: TensorView) -> int:
-    """Return the elements between rows; of one row nobody asks for them."""
-    return v.strides[0] if v.shape[0] > 1 else 0
-
-
-class _ReferencePlan:
-    """A call on CPU tensors."""
-
-    def __init__(self, problem: FusedAGemmProblem) -> None:
-        self._form = problem.form
-        self._layout = problem.layout()
-        self._framework = problem.x.framework
-        shape = (problem.num_tokens, problem.n)
-        self._allocate = outputs.allocator(self._framework, shape, _DTYPE, None)
-
-    def run(self, values: Values, addresses: list[int], stream: Any) -> Any:
-        self._layout.check(values, addresses)
-        form, given = self._form, values[OUT]
-        out = self._allocate() if given is None else given
-        views = form.arguments.views((values[X], values[WEIGHT], out, values[RESIDUAL]))
-        arrays = {name: tensors.as_numpy(v, ml_dtypes.bfloat16) for name, v in views.items()}
-        weight = arrays[form.weight]
-        fused_a_gemm_reference(
-            arrays[form.x],
-            weight.T if form.is_transposed else weight,
-            arrays[form.out],
-            arrays.get(RESIDUAL_NAME),
-        )
-        return outputs.finish(self._framework, out, _DTYPE) if given is None else out
-
-
-class _CudaPlan:
-    """A call on CUDA tensors."""
-
-    def __init__(self, problem: FusedAGemmProblem, decision: Decision, stream: Any) -> None:
-        form = problem.form
-        self._layout = problem.layout()
-        self._place = CudaPlace(problem.views, form.x)
-        self._current_stream = self._place.current_stream
-        self._output = CudaOutput(self._place, (problem.num_tokens, problem.n), _DTYPE)
-        self._launch: launch.Launcher | None = None
-        if problem.num_tokens:
-            self._prepare(problem, decision, stream)
-
-    def _prepare(self, problem: FusedAGemmProblem, decision: Decision, stream: Any) -> None:
-        config: FusedAGemmConfig = decision.config
-        kernel = self._place.load(config.instance(problem.variant), stream)
-        kernel.allow_shared_memory(config.shared_bytes)
-        out, residual = problem.out, problem.residual
-        self._arguments = [
+def _kernel(problem: FusedAGemmProblem, config: FusedAGemmConfig) -> Kernel:
+    return Kernel(
+        instance=config.instance(problem.variant),
+        arguments=(
             0,
             np.uint32(problem.n),
             np.uint32(problem.k),
             0,
             np.uint32(problem.num_tokens),
-            _row_stride(problem.x),
+            row_stride(problem.x),
             0,
-            problem.n if out is None else _row_stride(out),
+            row_stride(problem.out, problem.n),
             0,
-            0 if residual is None else _row_stride(residual),
-        ]
-        self._launch = launch.make_launcher(
-            self._place.device,
-            kernel.kernel,
-            grid=config.blocks(problem.n) // config.split_k,
-            block=config.block_size,
-            pdl=decision.pdl,
-            shared_bytes=config.shared_bytes,
-            cluster=config.split_k,
-        )
-
-    def run(self, values: Values, addresses: list[int], stream: Any) -> Any:
-        self._layout.check(values, addresses)
-        handle = self._current_stream() if stream is None else streams.handle_of(stream)
-        out = values[OUT]
-        if out is not None:
-            out_address = addresses[OUT]
-        else:
-            out = self._output.make(stream, handle)
-            out_address = self._output.address_of(out)
-        if self._launch is not None:
-            arguments = self._arguments.copy()
-            arguments[_KERNEL_WEIGHT] = addresses[WEIGHT]
-            arguments[_KERNEL_X] = addresses[X]
-            arguments[_KERNEL_OUT] = out_address
-            arguments[_KERNEL_RESIDUAL] = addresses[RESIDUAL]
-            self._launch(handle, arguments)
-        if stream is not None:
-            outputs.keep_for_stream([*values, out], self._place.device, handle)
-        if self._output.is_handed_over and values[OUT] is None:
-            return self._output.hand_over(out, handle)
-        return out
+            row_stride(problem.residual),
+        ),
+        pointers=(3, 0, 6, 8),
+        grid=config.blocks(problem.n) // config.split_k,
+        block=config.block_size,
+        shared_bytes=config.shared_bytes,
+        cluster=config.split_k,
+    )

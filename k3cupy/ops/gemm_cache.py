@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import platformdirs
-from filelock import FileLock
 
 from k3cupy.ops.fused_a_gemm_config import SOURCE as FUSED_A_SOURCE
 from k3cupy.ops.gemm_entry import GemmEntry, entry_of
@@ -74,10 +73,10 @@ def read(path: Path, gpu: str) -> tuple[GemmEntry, ...]:
         gpu: the name that the file must carry.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = _text_of(path)
     except FileNotFoundError:
         return ()
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         _warn(path, f"the file is ignored, it cannot be read ({error})")
         return ()
     entries = _parsed(path, text, gpu)
@@ -99,6 +98,8 @@ def add(entries: Iterable[GemmEntry], device: DeviceInfo) -> Path | None:
     Returns:
         The file, or None where it cannot be written; then one warning says why.
     """
+    from filelock import FileLock  # slow to import, and most processes only read
+
     path = path_of(device)
     today = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
     dated = [
@@ -110,11 +111,11 @@ def add(entries: Iterable[GemmEntry], device: DeviceInfo) -> Path | None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{path}.lock", timeout=_LOCK_SECONDS):
-            text = path.read_text(encoding="utf-8") if path.exists() else ""
+            text = _text_of(path) if path.exists() else ""
             known = _parsed(path, text, device.name) if text else ()
             merged = {entry.key: entry for entry in (*known, *dated)}
             _replace(path, table_text(_header(device), merged.values()))
-    except (OSError, UnicodeDecodeError) as error:  # a lock that nobody lets go is an OSError too
+    except OSError as error:  # a lock that nobody lets go is an OSError too
         _warn(
             path,
             f"nothing was kept, the file cannot be written ({error})",
@@ -129,6 +130,10 @@ def table_text(header: Mapping[str, Any], entries: Iterable[GemmEntry]) -> str:
     lines = [f" {json.dumps(name)}: {json.dumps(value)}," for name, value in header.items()]
     rows = [f"  {json.dumps(entry.fields())}" for entry in sorted(entries, key=lambda e: e.key)]
     return "\n".join(["{", *lines, ' "entries": [', ",\n".join(rows), " ]", "}", ""])
+
+
+def _text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")  # what is no text is no JSON either
 
 
 def _header(device: DeviceInfo) -> dict[str, Any]:

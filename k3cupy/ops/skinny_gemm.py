@@ -10,10 +10,11 @@ from typing import Any
 
 from k3cupy.ops import checks, gemm_tables
 from k3cupy.ops.decision import Decision
+from k3cupy.ops.gemm_validate import FRIENDLY
 from k3cupy.ops.plan_cache import PlanCache
 from k3cupy.ops.skinny_gemm_config import SOURCE, SkinnyGemmConfig
 from k3cupy.ops.skinny_gemm_plan import Options, decide, make_plan
-from k3cupy.ops.skinny_gemm_validate import ARGUMENTS, check_config, validate
+from k3cupy.ops.skinny_gemm_validate import check_config, validate
 from k3cupy.runtime import sources
 
 
@@ -75,7 +76,7 @@ def skinny_gemm(
     if type(weight_is_static) is not bool or type(pdl) not in _OPTIONAL:
         checks.check_flags(pdl=pdl, weight_is_static=weight_is_static)
     values = (x, weight, out, residual)
-    addresses, signature, owners = ARGUMENTS.probe(values, stream)
+    addresses, signature, owners = FRIENDLY.arguments.probe(values, stream)
     options = (pdl, weight_is_static, config)
     key = (*signature, options, gemm_tables.generation(), sources.epoch(SOURCE))
     plan = _plans.get(key)

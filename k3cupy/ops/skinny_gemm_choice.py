@@ -129,7 +129,7 @@ def estimate_us(config: SkinnyGemmConfig, n: int, k: int, device: DeviceInfo) ->
     rows, outputs, width = config.num_rows, config.outputs_per_block, config.vector_width
     blocks = config.blocks(n)
     per_sm = -(-blocks // device.num_sms)
-    resident = min(per_sm, config.blocks_per_sm())
+    resident = min(per_sm, config.blocks_per_sm)
     rounds = -(-k // (width * config.block_size * config.k_unroll))
     ends = _BEGIN_NS + _END_NS + _SUM_NS * rows * outputs + _WARP_NS * config.block_size / 32
     weight = 2 * outputs * k

@@ -22,12 +22,14 @@ VECTOR_WIDTHS = (4, 8)
 _WARP = 32
 _MAX_THREADS = 1024
 _THREADS_PER_SM, _BLOCKS_PER_SM = 2048, 32
-_REGISTERS_PER_SM = 65536
+_SCHEDULERS = 4
+_REGISTERS_OF_LANE = 512
+"""Registers of a scheduler, a lane: its warps share them."""
+
+_MAX_REGISTERS = 248
 _REGISTER_STEP = 8
-_MAX_REGISTERS = 255
-_REGISTERS_BESIDE_VALUES = 16
-_REGISTERS_IN_RESERVE = 16
-"""The compiler may need more than the estimate, and must not spill."""
+_REGISTERS_BESIDE_VALUES = 14
+_FEWEST_REGISTERS = 56
 
 
 @dataclass(frozen=True)
@@ -82,16 +84,23 @@ class SkinnyGemmConfig:
 
     @property
     def registers(self) -> int:
-        """Registers a thread, estimated: vectors in flight, sums, addresses and the rest.
+        """Registers that a thread needs: vectors in flight, sums, addresses and the rest.
 
-        In the steps in which a GPU gives them out.
+        Rounded up to the steps in which a GPU gives them out.
         """
         words = self.vector_width // 2
         values = self.k_unroll * words * (self.outputs_per_block + self.num_rows)
         sums = self.num_rows * self.outputs_per_block
-        addresses = 2 * (self.outputs_per_block + self.num_rows)
+        addresses = 3 * self.outputs_per_block + 2 * self.num_rows
         needed = values + sums + addresses + _REGISTERS_BESIDE_VALUES
-        return -(-needed // _REGISTER_STEP) * _REGISTER_STEP
+        return max(-(-needed // _REGISTER_STEP) * _REGISTER_STEP, _FEWEST_REGISTERS)
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """Blocks that fit a multiprocessor; the compiler sees to the registers for it."""
+        warps = _SCHEDULERS * (_REGISTERS_OF_LANE // self.registers)
+        by_registers = warps * _WARP // self.block_size
+        return min(by_registers, _THREADS_PER_SM // self.block_size, _BLOCKS_PER_SM)
 
     def is_valid(self, device: DeviceInfo | None = None) -> bool:
         """Return whether the kernel can be compiled with these numbers, without spilling.
@@ -107,18 +116,13 @@ class SkinnyGemmConfig:
             and self.num_rows * self.outputs_per_block <= self.block_size
             and self.k_unroll >= 1
             and self.vector_width in VECTOR_WIDTHS
-            and self.registers + _REGISTERS_IN_RESERVE
-            <= min(_MAX_REGISTERS, _REGISTERS_PER_SM // self.block_size)
+            and self.registers <= _MAX_REGISTERS
+            and self.blocks_per_sm >= 1
         )
 
     def blocks(self, n: int) -> int:
         """Return how many blocks compute N output columns."""
         return -(-n // self.outputs_per_block)
-
-    def blocks_per_sm(self) -> int:
-        """Return how many blocks fit a multiprocessor by their threads and registers, estimated."""
-        by_registers = _REGISTERS_PER_SM // (self.registers * self.block_size)
-        return min(by_registers, _THREADS_PER_SM // self.block_size, _BLOCKS_PER_SM)
 
     def name_expression(self, variant: SkinnyGemmVariant) -> str:
         """Return the C++ name of the instance."""
@@ -126,6 +130,7 @@ class SkinnyGemmConfig:
         arguments = [
             CTYPES[variant.dtype],
             *map(str, astuple(self)),
+            str(self.blocks_per_sm if variant.aligned_x else 1),
             *map(template_flag, flags),
         ]
         return f"k3cupy::skinny_gemm<{', '.join(arguments)}>"

@@ -7,29 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from k3cupy.ops import checks, cuda_call, outputs
+from k3cupy.ops import checks, cuda_call
 from k3cupy.ops.arguments import Values
-from k3cupy.ops.cuda_call import CudaOutput, CudaPlace
 from k3cupy.ops.decision import Decision
+from k3cupy.ops.gemm_plan import CudaPlan, Kernel, ReferencePlan, row_stride
 from k3cupy.ops.plan_cache import Plan
 from k3cupy.ops.skinny_gemm_choice import choose
 from k3cupy.ops.skinny_gemm_config import SkinnyGemmConfig
-from k3cupy.ops.skinny_gemm_validate import (
-    ARGUMENTS,
-    OUT,
-    RESIDUAL,
-    WEIGHT,
-    SkinnyGemmProblem,
-    X,
-    check_config,
-    validate,
-)
+from k3cupy.ops.skinny_gemm_validate import SkinnyGemmProblem, check_config, validate
 from k3cupy.reference.skinny_gemm import skinny_gemm_reference
-from k3cupy.runtime import devices, launch, streams, tensors
-from k3cupy.runtime.tensors import TensorView
-
-_KERNEL_WEIGHT, _KERNEL_X, _KERNEL_RESIDUAL, _KERNEL_OUT = 0, 3, 5, 7
-"""Places of the pointers among the kernel's arguments."""
+from k3cupy.runtime import devices
 
 
 @dataclass(frozen=True)
@@ -53,7 +40,7 @@ def decide(problem: SkinnyGemmProblem, options: Options) -> Decision:
     Raises:
         ValueError: the caller's configuration cannot compute it.
     """
-    x = problem.views["x"]
+    x = problem.x
     config = check_config(options.config, problem.num_tokens)
     if not x.is_cuda:
         return Decision("reference", None, None, False, "the tensors are on the CPU")
@@ -86,89 +73,26 @@ def make_plan(values: Values, options: Options, stream: Any) -> Plan:
     checks.check_grad(problem.views)
     decision = decide(problem, options)
     if decision.backend == "reference":
-        return _ReferencePlan(problem)
-    return _CudaPlan(problem, decision, stream)
+        return ReferencePlan(problem, skinny_gemm_reference)
+    kernel = None if decision.config is None else _kernel(problem, decision.config)
+    return CudaPlan(problem, kernel, pdl=decision.pdl, stream=stream)
 
 
-def _row_stride(v: TensorView) -> int:
-    """Return the elements between rows; of one row nobody asks for them."""
-    return v.strides[0] if v.shape[0] > 1 else 0
-
-
-class _ReferencePlan:
-    """A call on CPU tensors."""
-
-    def __init__(self, problem: SkinnyGemmProblem) -> None:
-        self._layout = problem.layout()
-        self._dtype = problem.variant.dtype
-        self._framework = problem.views["x"].framework
-        shape = (problem.num_tokens, problem.n)
-        self._allocate = outputs.allocator(self._framework, shape, self._dtype, None)
-
-    def run(self, values: Values, addresses: list[int], stream: Any) -> Any:
-        self._layout.check(values, addresses)
-        given = values[OUT]
-        out = self._allocate() if given is None else given
-        views = ARGUMENTS.views((values[X], values[WEIGHT], out, values[RESIDUAL]))
-        arrays = {name: tensors.as_numpy(v, np.dtype(self._dtype)) for name, v in views.items()}
-        skinny_gemm_reference(**arrays)
-        return outputs.finish(self._framework, out, self._dtype) if given is None else out
-
-
-class _CudaPlan:
-    """A call on CUDA tensors."""
-
-    def __init__(self, problem: SkinnyGemmProblem, decision: Decision, stream: Any) -> None:
-        self._layout = problem.layout()
-        self._place = CudaPlace(problem.views, "x")
-        self._current_stream = self._place.current_stream
-        shape = (problem.num_tokens, problem.n)
-        self._output = CudaOutput(self._place, shape, problem.variant.dtype)
-        self._launch: launch.Launcher | None = None
-        if problem.num_tokens:
-            self._prepare(problem, decision, stream)
-
-    def _prepare(self, problem: SkinnyGemmProblem, decision: Decision, stream: Any) -> None:
-        config: SkinnyGemmConfig = decision.config
-        kernel = self._place.load(config.instance(problem.variant), stream)
-        out, residual = problem.views.get("out"), problem.views.get("residual")
-        self._arguments = [
+def _kernel(problem: SkinnyGemmProblem, config: SkinnyGemmConfig) -> Kernel:
+    return Kernel(
+        instance=config.instance(problem.variant),
+        arguments=(
             0,
             np.uint32(problem.n),
             np.uint32(problem.k),
             0,
-            _row_stride(problem.views["x"]),
+            row_stride(problem.x),
             0,
-            0 if residual is None else _row_stride(residual),
+            row_stride(problem.residual),
             0,
-            problem.n if out is None else _row_stride(out),
-        ]
-        self._launch = launch.make_launcher(
-            self._place.device,
-            kernel.kernel,
-            grid=config.blocks(problem.n),
-            block=config.block_size,
-            pdl=decision.pdl,
-        )
-
-    def run(self, values: Values, addresses: list[int], stream: Any) -> Any:
-        self._layout.check(values, addresses)
-        handle = self._current_stream() if stream is None else streams.handle_of(stream)
-        out = values[OUT]
-        if out is not None:
-            out_address = addresses[OUT]
-        else:
-            out = self._output.make(stream, handle)
-            out_address = self._output.address_of(out)
-        if self._launch is not None:
-            arguments = self._arguments.copy()
-            arguments[_KERNEL_WEIGHT] = addresses[WEIGHT]
-            arguments[_KERNEL_X] = addresses[X]
-            arguments[_KERNEL_RESIDUAL] = addresses[RESIDUAL]
-            arguments[_KERNEL_OUT] = out_address
-            self._launch(handle, arguments)
-        if stream is not None:
-            outputs.keep_for_stream([*values, out], self._place.device, handle)
-        if self._output.is_handed_over and values[OUT] is None:
-            return self._output.hand_over(out, handle)
-        return out
+            row_stride(problem.out, problem.n),
+        ),
+        pointers=(3, 0, 7, 5),
+        grid=config.blocks(problem.n),
+        block=config.block_size,
+    )

@@ -1,0 +1,62 @@
+"""Descriptors of tensors that exist nowhere, and decisions on them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fake_device import H200, FakeDevice
+
+from k3cupy.dispatch import linear
+from k3cupy.dispatch.decision import LinearDecision
+from k3cupy.dispatch.linear import decide
+from k3cupy.ops.plan_cache import PlanCache
+from k3cupy.runtime.devices import DeviceInfo
+from k3cupy.runtime.dlpack import packed_strides
+from k3cupy.runtime.tensors import TensorView, itemsize
+
+ADDRESS = 0x7F00_0000_0000
+N, K = 2112, 7168
+
+
+def view(*shape: int, **changes: Any) -> TensorView:
+    """A packed bf16 tensor of PyTorch on GPU 0, with some facts changed."""
+    v = TensorView(
+        address=ADDRESS,
+        shape=shape,
+        strides=packed_strides(shape),
+        dtype="bfloat16",
+        itemsize=2,
+        device_type="cuda",
+        device_index=0,
+        readonly=False,
+        requires_grad=False,
+        framework="torch",
+    )
+    v = replace(v, **changes)
+    return replace(v, itemsize=itemsize(v.dtype))
+
+
+def decided(
+    x: TensorView | None = None,
+    weight: TensorView | None = None,
+    residual: TensorView | None = None,
+    *,
+    grad_mode: bool = False,
+    batch_invariant: bool = False,
+    device: DeviceInfo = H200,
+) -> LinearDecision:
+    """What a call of 4 rows with a known weight would do, some of it given."""
+    views = {"x": x or view(4, K), "weight": weight or view(N, K)}
+    if residual is not None:
+        views["residual"] = residual
+    return decide(views, grad_mode=grad_mode, batch_invariant=batch_invariant, device=device)
+
+
+class DispatchDevice(FakeDevice):
+    """The fake GPU with no route kept from another test, and none left behind."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(monkeypatch)
+        monkeypatch.setattr(linear, "_routes", PlanCache())

@@ -1,0 +1,420 @@
+"""Which kernel a linear layer gets: every rule with its reason, on descriptors, without a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dispatch_helpers import ADDRESS, K, N, decided, view
+from fake_device import H200
+from gemm_table_helpers import measured, second, user_cache
+from toolchain_helpers import fake_gpu
+
+import k3cupy
+from k3cupy import projections
+from k3cupy.dispatch import backends, plans
+from k3cupy.dispatch.decision import LinearDecision
+from k3cupy.ops import gemm_tables
+from k3cupy.ops.fused_a_gemm_choice import choose
+from k3cupy.runtime import devices
+from k3cupy.runtime.devices import DeviceInfo
+from k3cupy.runtime.tensors import TensorView
+
+H100 = DeviceInfo(0, "NVIDIA H100 80GB HBM3", (9, 0), 132, 232_448)
+A100 = DeviceInfo(0, "NVIDIA A100-SXM4-80GB", (8, 0), 108, 166_912)
+B300 = DeviceInfo(0, "NVIDIA B300", (10, 3), 148, 232_448)
+T4 = DeviceInfo(0, "Tesla T4", (7, 5), 40, 65_536)
+
+FOUNDING = [
+    pytest.param(case, tokens, id=f"{case.name}-{tokens}")
+    for case in projections.strided_cases()
+    for tokens in (1, 4, 16)
+]
+
+
+# What our kernels take
+
+
+@pytest.mark.parametrize(("case", "tokens"), FOUNDING)
+def test_case01_the_founding_slices_reach_fused_a(
+    case: projections.StridedCase, tokens: int
+) -> None:
+    """A column slice of a wider tensor, one row or many, is no reason to fall back."""
+    x = view(
+        tokens,
+        case.k,
+        strides=(case.source_row_width, 1),
+        address=ADDRESS + 2 * case.offset,
+    )
+    found = decided(x, view(case.n, case.k))
+    assert found.backend == "fused_a"
+    assert found.source == "shipped"
+    assert found.config is not None
+    assert (found.n, found.k, found.num_tokens) == (case.n, case.k, tokens)
+    assert not found.is_fallback
+
+
+ACCEPTED: dict[str, dict[str, TensorView]] = {
+    "one-row-of-any-stride": {"x": view(1, K, strides=(6285, 1))},
+    "one-row-of-stride-0": {"x": view(1, K, strides=(0, 1))},
+    "one-row-of-stride-1": {"x": view(1, K, strides=(1, 1))},
+    "one-row-of-negative-stride": {"x": view(1, K, strides=(-3, 1))},
+    "rows-of-stride-0": {"x": view(4, K, strides=(0, 1))},
+    "rows-that-overlap": {"x": view(4, K, strides=(8, 1))},
+    "rows-far-apart": {"x": view(4, K, strides=(2**40, 1))},
+    "managed-memory": {"x": view(4, K, device_type="cuda_managed")},
+    "read-only-inputs": {"x": view(4, K, readonly=True), "weight": view(N, K, readonly=True)},
+    "another-producer": {"x": view(4, K, framework="cupy")},
+    "residual": {"residual": view(4, N)},
+    "residual-at-any-address": {"residual": view(4, N, address=ADDRESS + 2)},
+    "residual-of-one-row": {"x": view(1, K), "residual": view(1, N, strides=(7, 1))},
+    "grad-without-grad-mode": {"weight": view(N, K, requires_grad=True)},
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_accepted(name: str) -> None:
+    assert decided(**ACCEPTED[name]).backend == "fused_a"
+
+
+# What falls back, and why
+
+
+DECLINED: dict[str, tuple[dict[str, Any], str]] = {
+    "x-1d": ({"x": view(K)}, "x is 1-dimensional, not 2-dimensional"),
+    "x-3d": ({"x": view(2, 2, K)}, "x is 3-dimensional, not 2-dimensional"),
+    "weight-1d": ({"weight": view(K)}, "weight is 1-dimensional, not 2-dimensional"),
+    "columns": ({"weight": view(N, 7184)}, "x has 7,168 columns and the weight 7,184"),
+    "empty-weight": ({"weight": view(0, K)}, "the weight is empty: shape [0, 7168]"),
+    "no-columns": (
+        {"x": view(4, 0), "weight": view(N, 0)},
+        "the weight is empty: shape [2112, 0]",
+    ),
+    "case23-x-fp16": (
+        {"x": view(4, K, dtype="float16")},
+        "x is float16 and the weight bfloat16",
+    ),
+    "case23-weight-fp32": (
+        {"weight": view(N, K, dtype="float32")},
+        "x is bfloat16 and the weight float32",
+    ),
+    "case23-both-fp16": (
+        {"x": view(4, K, dtype="float16"), "weight": view(N, K, dtype="float16")},
+        "x and the weight are float16, not bfloat16",
+    ),
+    "case20-x-on-the-cpu": (
+        {"x": view(4, K, device_type="cpu")},
+        "x is on the CPU and the weight on cuda:0",
+    ),
+    "case20-x-pinned": (
+        {"x": view(4, K, device_type="cuda_host")},
+        "x is on the CPU (pinned) and the weight on cuda:0",
+    ),
+    "case20-weight-on-the-cpu": (
+        {"weight": view(N, K, device_type="cpu")},
+        "x is on cuda:0 and the weight on the CPU",
+    ),
+    "both-on-the-cpu": (
+        {"x": view(4, K, device_type="cpu"), "weight": view(N, K, device_type="cpu")},
+        "x and the weight are on the CPU",
+    ),
+    "meta": (
+        {"x": view(4, K, device_type="meta"), "weight": view(N, K, device_type="meta")},
+        "x and the weight are on meta",
+    ),
+    "case19-two-gpus": (
+        {"weight": view(N, K, device_index=1)},
+        "x is on cuda:0 and the weight on cuda:1",
+    ),
+    "inner-stride": ({"x": view(4, K, strides=(2 * K, 2))}, "x has inner stride 2, not 1"),
+    "x-transposed": ({"x": view(4, K, strides=(1, 4))}, "x has inner stride 4, not 1"),
+    "inner-stride-negative": ({"x": view(4, K, strides=(K, -1))}, "x has inner stride -1, not 1"),
+    "rows-backwards": ({"x": view(4, K, strides=(-K, 1))}, "row stride -7,168 is negative"),
+    "case02-row-stride": (
+        {"x": view(4, K, strides=(7175, 1))},
+        "row stride 7,175 is not a multiple of 8",
+    ),
+    "founding-row-stride": (
+        {"x": view(2, 128, strides=(6285, 1)), "weight": view(1536, 128)},
+        "row stride 6,285 is not a multiple of 8",
+    ),
+    **{
+        f"case03-x-{past}-bytes-off": (
+            {"x": view(tokens, K, strides=(8192, 1), address=ADDRESS + past)},
+            f"the address of x is not a multiple of 16 bytes: it is {past} bytes past one",
+        )
+        for past, tokens in ((2, 1), (4, 4), (8, 1), (14, 4))
+    },
+    "case03-weight": (
+        {"weight": view(N, K, address=ADDRESS + 8)},
+        "the address of weight is not a multiple of 16 bytes: it is 8 bytes past one",
+    ),
+    "weight-transposed": (
+        {"weight": view(N, K, strides=(1, N))},
+        "weight is transposed: strides (1, 2112), expected packed (7168, 1)",
+    ),
+    "case02-weight-padded": (
+        {"weight": view(N, K, strides=(7175, 1))},
+        "weight is not packed: strides (7175, 1), expected packed (7168, 1)",
+    ),
+    "weight-expanded": (
+        {"weight": view(N, K, strides=(0, 1))},
+        "weight is not packed: strides (0, 1), expected packed (7168, 1)",
+    ),
+    "x-without-memory": (
+        {"x": view(4, K, address=0)},
+        "x has no memory of its own, as a wrapper of other tensors",
+    ),
+    "weight-without-memory": (
+        {"weight": view(N, K, address=0)},
+        "weight has no memory of its own, as a wrapper of other tensors",
+    ),
+    "residual-shape": (
+        {"residual": view(4, N - 1)},
+        "the residual has shape [4, 2111], not [4, 2112]",
+    ),
+    "residual-row": ({"residual": view(N)}, "the residual has shape [2112], not [4, 2112]"),
+    "residual-dtype": (
+        {"residual": view(4, N, dtype="float32")},
+        "the residual is float32, not bfloat16",
+    ),
+    "case20-residual": (
+        {"residual": view(4, N, device_type="cpu")},
+        "x is on cuda:0 and the residual on the CPU",
+    ),
+    "case19-residual": (
+        {"residual": view(4, N, device_index=1)},
+        "x is on cuda:0 and the residual on cuda:1",
+    ),
+    "case02-residual": (
+        {"residual": view(4, N, strides=(2119, 1))},
+        "the residual is not contiguous: strides (2119, 1), expected (2112, 1)",
+    ),
+    "residual-without-memory": (
+        {"residual": view(4, N, address=0)},
+        "the residual has no memory of its own",
+    ),
+    **{
+        f"case25-{name}": (
+            {name: replace(v, requires_grad=True), "grad_mode": True},
+            f"{name} requires grad while grad mode is on, and our kernels have no backward",
+        )
+        for name, v in (("x", view(4, K)), ("weight", view(N, K)), ("residual", view(4, N)))
+    },
+    "no-tokens": ({"x": view(0, K, address=0)}, "x has no rows: there is nothing to compute"),
+    "many-tokens": ({"x": view(65, K)}, "x has more than 64 rows"),
+    "k": (
+        {"x": view(4, 7160), "weight": view(N, 7160)},
+        "K = 7,160 is not a multiple of 16",
+    ),
+    "old-gpu": ({"device": T4}, "Tesla T4 is sm_75; our kernels need sm_80"),
+}
+
+
+@pytest.mark.parametrize("name", DECLINED)
+def test_declined_with_the_exact_reason(name: str) -> None:
+    arguments, reason = DECLINED[name]
+    found = decided(**arguments)
+    assert found.reason == reason
+    assert found.is_fallback
+    assert (found.backend, found.config, found.source) == ("linear", None, "rule")
+    assert str(found) == f"linear: {reason}"
+
+
+def test_every_declined_call_without_batch_invariance_says_so() -> None:
+    for name, (arguments, reason) in DECLINED.items():
+        found = decided(**arguments, batch_invariant=True)
+        if name == "many-tokens":
+            assert found.backend == "fused_a"
+            continue
+        nothing = 0 in arguments.get("x", view(4, K)).shape
+        lost = "" if nothing else plans.NOT_INVARIANT
+        assert found.reason == reason + lost, name
+
+
+def test_measured_to_be_slower() -> None:
+    """A fall-back is also what the framework's linear won."""
+    (entry,) = (
+        e
+        for table in gemm_tables.shipped()
+        for e in table.of_shape(7168, 3584).values()
+        if e.tokens == 64 and e.source == "shipped"
+    )
+    assert entry.chosen is None
+    times = f"{entry.linear_us:.2f} against {min(entry.times['fused_a'].values()):.2f} us"
+    found = plans.plan(7168, 3584, 60, H200)
+    assert found.is_fallback
+    assert found.source == "shipped"
+    assert found.reason == f"F.linear was faster on NVIDIA H200 at M = 64 ({times})"
+
+
+# Plans
+
+
+def test_a_measured_plan_says_its_times() -> None:
+    entry = gemm_tables.entry(N, K, 4, H200)
+    assert entry is not None and entry.chosen is not None
+    found = plans.plan(N, K, 4, H200)
+    assert (found.backend, found.config) == ("fused_a", entry.chosen.config)
+    assert found.reason == (
+        f"measured on NVIDIA H200 at M = {entry.tokens}: {entry.chosen_us:.2f} us, F.linear "
+        f"{entry.linear_us:.2f} us"
+    )
+    with_residual = plans.plan(N, K, 4, H200, has_residual=True)
+    assert with_residual.config == found.config
+    assert f"M = {entry.tokens}, without the residual: " in with_residual.reason
+
+
+def test_the_user_cache_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = (
+        measured(3, skinny_us=4.0),
+        measured(8, skinny_us=4.0),
+        measured(16, fused_us=9.5),
+        measured(4, residual=True, fused_us=3.0),
+    )
+    with user_cache(tmp_path, monkeypatch, *entries):
+        exact = plans.plan(N, K, 3, H200)
+        assert (exact.backend, exact.source) == ("skinny", "user cache")
+        assert exact.config == second(3, "skinny")
+        assert exact.reason == "measured on NVIDIA H200 at M = 3: 4.00 us, F.linear 9.00 us"
+        next_one = plans.plan(N, K, 5, H200)
+        assert next_one.config == replace(second(8, "skinny"), num_rows=5)
+        lost = plans.plan(N, K, 10, H200)
+        assert (lost.backend, lost.source) == ("linear", "user cache")
+        assert lost.reason == "F.linear was faster on NVIDIA H200 at M = 16 (9.00 against 9.50 us)"
+        residual = plans.plan(N, K, 4, H200, has_residual=True)
+        assert (residual.backend, residual.config) == ("fused_a", second(4))
+        assert "without the residual" not in residual.reason
+
+
+def test_public_figures_are_marked() -> None:
+    skinny = plans.plan(3072, 7168, 3, B300)
+    assert (skinny.backend, skinny.source) == ("skinny", "public")
+    assert skinny.reason == "public figures for sm_103, not measured by us, name skinny at M = 3"
+    fused = plans.plan(N, K, 4, B300)
+    assert (fused.backend, fused.source) == ("fused_a", "public")
+    assert fused.config == choose(N, K, 4, B300)[0]
+    assert "not measured by us" in fused.reason
+    assert "cost model" in fused.reason
+    none = plans.plan(N, K, 40, B300)
+    assert (none.backend, none.source) == ("linear", "public")
+    assert none.reason == (
+        "public figures for sm_103, not measured by us, name no kernel for 2112 x 7168 at M = 40"
+    )
+
+
+HEURISTICS = [
+    (H100, 2112, 7168, {1: "fused_a", 16: "fused_a", 32: "fused_a", 33: "linear"}),
+    (H100, 7168, 8448, {1: "fused_a", 16: "fused_a", 17: "linear"}),
+    (H200, 48, 7168, {1: "fused_a", 32: "fused_a", 64: "linear"}),
+    (A100, 2112, 7168, {1: "skinny", 2: "skinny", 3: "fused_a", 8: "fused_a", 9: "linear"}),
+    (replace(A100, compute_capability=(8, 9)), 2112, 7168, {2: "skinny", 9: "linear"}),
+    (B300, 48, 128, {1: "fused_a", 32: "fused_a", 33: "linear"}),
+]
+
+
+@pytest.mark.parametrize(("gpu", "n", "k", "wanted"), HEURISTICS)
+def test_the_rule_of_thumb(gpu: DeviceInfo, n: int, k: int, wanted: dict[int, str]) -> None:
+    for num_tokens, backend in wanted.items():
+        found = plans.plan(n, k, num_tokens, gpu)
+        assert (found.backend, found.source) == (backend, "heuristic"), num_tokens
+        assert "not measured here" in found.reason
+        assert "tune" in found.reason
+        assert found.is_fallback == (found.config is None)
+
+
+def test_another_gpu_of_the_architecture_is_told_apart() -> None:
+    reason = plans.plan(N, K, 1, H100).reason
+    assert "NVIDIA H100 80GB HBM3 has no measured table" in reason
+    assert "that of NVIDIA H200 does not hold for it" in reason
+
+
+def test_every_plan_can_run() -> None:
+    """What a plan names is valid on the GPU, for that very number of tokens."""
+    small = replace(H200, shared_memory_optin=101_376)
+    for gpu in (H200, small, H100, A100, B300):
+        for p in projections.shapes():
+            for num_tokens in range(1, 65):
+                found = plans.plan(p.n, p.k, num_tokens, gpu)
+                if found.backend == "fused_a":
+                    assert found.config.tile_m >= num_tokens
+                    assert found.config.is_valid(gpu)
+                elif found.backend == "skinny":
+                    assert found.config.num_rows == num_tokens
+                    assert found.config.is_valid(gpu)
+
+
+@pytest.mark.parametrize("gpu", [H200, H100, A100, B300], ids=lambda gpu: gpu.name)
+def test_batch_invariance_is_always_fused_a_of_one_order(gpu: DeviceInfo) -> None:
+    for p in projections.shapes()[:6]:
+        found = [
+            plans.plan(p.n, p.k, m, gpu, has_residual=m % 2 == 0, batch_invariant=True)
+            for m in (1, 2, 8, 16, 17, 33, 64, 65, 300)
+        ]
+        assert {decision.backend for decision in found} == {"fused_a"}
+        assert len({decision.config.order for decision in found}) == 1
+        assert all("batch-invariant mode" in decision.reason for decision in found)
+        assert ["in slices of 64 rows" in d.reason for d in found] == [False] * 7 + [True] * 2
+
+
+def test_batch_invariance_needs_k_of_16() -> None:
+    found = plans.plan(64, 24, 4, H200, batch_invariant=True)
+    assert found.reason == "K = 24 is not a multiple of 16" + plans.NOT_INVARIANT
+
+
+def test_backends_have_names() -> None:
+    assert backends.names() == ("fused_a", "skinny")
+    for name in backends.names():
+        backend = backends.get(name)
+        assert backend.name == name
+        assert backend.candidates(N, K, 4, H200)
+        assert backend.why_not(N, K, 4) is None
+    assert backends.get("skinny").why_not(N, K, 9) == "x has more than 8 rows"
+
+
+# select_backend
+
+
+def test_select_backend() -> None:
+    select = k3cupy.select_backend
+    assert select(1, 2112, 7168, device=H200) == "fused_a"
+    assert select(60, 7168, 3584, device=H200) is None
+    assert select(3, 3072, 7168, device=B300) == "skinny"
+    assert select(1, 2112, 7168, device=A100, has_residual=True) == "skinny"
+    for numbers in ((0, 2112, 7168), (65, 2112, 7168), (1, 0, 7168), (1, 2112, 0)):
+        assert select(*numbers, device=H200) is None
+    with k3cupy.batch_invariant_mode():
+        assert select(300, 7168, 3584, device=H200) == "fused_a"
+
+
+@pytest.mark.parametrize("name", ["num_tokens", "n", "k"])
+@pytest.mark.parametrize("junk", [-1, 1.0, True, None])
+def test_select_backend_refuses(name: str, junk: Any) -> None:
+    arguments = {"num_tokens": 1, "n": 16, "k": 16, name: junk}
+    with pytest.raises(ValueError, match=f"^{name}: expected an integer"):
+        k3cupy.select_backend(**arguments, device=H200)
+
+
+def test_devices_by_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpu(monkeypatch)
+    monkeypatch.setattr(devices, "info", lambda index: replace(H200, index=index))
+    for device in (None, 0, "cuda", "cuda:0", torch.device("cuda"), torch.device("cuda:0")):
+        assert k3cupy.select_backend(1, 2112, 7168, device=device) == "fused_a"
+    for device in (1, -1, "cuda:1", "cpu", "cuda:x", torch.device("cpu"), 0.5):
+        with pytest.raises(ValueError, match=r"^device: expected a GPU ordinal below 1"):
+            k3cupy.select_backend(1, 2112, 7168, device=device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_select_backend_without_a_gpu() -> None:
+    assert k3cupy.select_backend(1, 2112, 7168) is None
+
+
+def test_a_decision_is_one_line() -> None:
+    config = second(8)
+    found = LinearDecision("fused_a", config, "because", "heuristic", 16, 32, 4)
+    assert str(found) == f"fused_a, {config}: because"
+    assert not found.is_fallback

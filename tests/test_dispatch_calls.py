@@ -1,0 +1,557 @@
+"""Calls of low-latency linear: what runs, what falls back, what is counted. No GPU is needed."""
+
+from __future__ import annotations
+
+import logging
+import timeit
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from array_helpers import jax_of, numpy_of, torch_of
+from dispatch_helpers import DispatchDevice
+from fake_device import H200
+from gemm_helpers import inputs, normal
+from gemm_table_helpers import measured, second, user_cache
+from helpers import BF16, FP16, Producer
+from toolchain_helpers import fake_gpu
+
+import k3cupy
+from k3cupy.dispatch import backends, linear
+from k3cupy.dispatch.plans import plan
+from k3cupy.dispatch.report import ReportRow
+from k3cupy.ops import cuda_call
+from k3cupy.runtime import devices
+
+N, K = 1536, 128
+CALLS = (k3cupy.try_low_latency_gemm, k3cupy.low_latency_linear, k3cupy.explain_low_latency_gemm)
+
+
+@pytest.fixture(autouse=True)
+def fresh_counts() -> Iterator[None]:
+    k3cupy.reset_dispatch_report()
+    yield
+    k3cupy.reset_dispatch_report()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> DispatchDevice:
+    return DispatchDevice(monkeypatch)
+
+
+def only_row() -> ReportRow:
+    (row,) = k3cupy.dispatch_report()
+    return row
+
+
+# The framework's linear
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(4, K), (K,), (2, 3, K), (0, K), (70, K), (2, 0, K)])
+def test_on_the_cpu_it_is_the_frameworks_own(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x, weight = normal(shape, 1).to(dtype), normal((48, K), 2).to(dtype)
+    assert k3cupy.try_low_latency_gemm(x, weight) is None
+    assert torch.equal(k3cupy.low_latency_linear(x, weight), torch.nn.functional.linear(x, weight))
+
+
+@pytest.mark.parametrize("shape", [(4, K), (K,), (2, 3, K), (0, K)])
+def test_a_residual_on_the_cpu(shape: tuple[int, ...]) -> None:
+    x, weight = normal(shape, 1), normal((48, K), 2)
+    residual = normal((*shape[:-1], 48), 3)
+    out = k3cupy.low_latency_linear(x, weight, residual)
+    assert out.shape == residual.shape
+    exact = x.double() @ weight.double().T + residual.double()
+    torch.testing.assert_close(out.double(), exact, rtol=2**-8, atol=1e-2)
+
+
+@pytest.mark.parametrize("wrap", [numpy_of, jax_of], ids=["numpy", "jax"])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_arrays_of_other_frameworks(wrap: Callable[[Any], Any], with_residual: bool) -> None:
+    """A product in float32 with one rounding at the end."""
+    x, weight, residual = normal((4, K), 1), normal((48, K), 2), normal((4, 48), 3)
+    given = [wrap(x), wrap(weight)] + [wrap(residual)] * with_residual
+    out = k3cupy.low_latency_linear(*given)
+    assert type(out) is type(given[0])
+    exact = x.double() @ weight.double().T + residual.double() * with_residual
+    got = torch_of(out, BF16).double()
+    assert ((got - exact).abs() <= exact.abs() * 2**-8 + 1e-4).all()
+    assert only_row().decision.reason == "x and the weight are on the CPU"
+
+
+def test_wide_numpy_arrays_stay_wide() -> None:
+    x, weight = np.ones((2, 3)), np.full((4, 3), 1 / 3)
+    out = k3cupy.low_latency_linear(x, weight)
+    assert out.dtype == np.float64
+    np.testing.assert_array_equal(out, x @ weight.T)
+
+
+def test_tensors_of_several_frameworks_have_no_linear() -> None:
+    x, weight = normal((4, K), 1), normal((48, K), 2)
+    with pytest.raises(TypeError, match=r"^weight: expected a tensor of PyTorch, CuPy.*of torch"):
+        k3cupy.low_latency_linear(numpy_of(x), weight)
+    with pytest.raises(TypeError, match=r"^x: expected .*explain_low_latency_gemm"):
+        k3cupy.low_latency_linear(Producer(x), Producer(weight))
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+@pytest.mark.parametrize("junk", [None, 1.0, [[1.0]], "x"])
+def test_what_is_no_tensor(call: Callable[..., Any], junk: Any) -> None:
+    x, weight = normal((4, K), 1), normal((48, K), 2)
+    with pytest.raises(TypeError, match=r"^x: expected a tensor"):
+        call(junk, weight)
+    with pytest.raises(TypeError, match=r"^weight: expected a tensor"):
+        call(x, junk)
+
+
+@pytest.mark.parametrize("junk", [1, 0, "yes", [True]])
+def test_flags_are_bools(junk: Any) -> None:
+    x, weight = normal((4, K), 1), normal((48, K), 2)
+    for call in CALLS:
+        with pytest.raises(TypeError, match=r"^batch_invariant: expected None, True or False"):
+            call(x, weight, batch_invariant=junk)
+    for call in CALLS[:2]:
+        with pytest.raises(TypeError, match=r"^weight_is_static: expected True or False"):
+            call(x, weight, weight_is_static=junk)
+        with pytest.raises(TypeError, match=r"^stream: expected an int handle"):
+            call(x, weight, stream=object())
+
+
+def test_case25_gradients_are_never_lost() -> None:
+    for with_residual in (False, True):
+        x, weight, residual = normal((4, K), 1), normal((48, K), 2), normal((4, 48), 3)
+        leaves = [t.float().requires_grad_() for t in (x, weight, residual)]
+        out = k3cupy.low_latency_linear(*leaves[: 2 + with_residual])
+        out.sum().backward()
+        assert all(leaf.grad is not None for leaf in leaves[: 2 + with_residual])
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_tensors_without_memory() -> None:
+    """Meta and fake tensors are for the framework, as a compiler's tracing has them."""
+    x, weight = (torch.zeros(*shape, dtype=BF16, device="meta") for shape in ((4, K), (48, K)))
+    assert k3cupy.low_latency_linear(x, weight).shape == (4, 48)
+    assert only_row().decision.reason == "x and the weight are on meta"
+    k3cupy.reset_dispatch_report()
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x, weight = torch.zeros(4, K, dtype=BF16), torch.zeros(48, K, dtype=BF16)
+        assert k3cupy.low_latency_linear(x, weight).shape == (4, 48)
+        assert k3cupy.explain_low_latency_gemm(x, weight).is_fallback
+    assert only_row().calls == 1
+
+
+# A kernel of ours, on a GPU that is none
+
+
+def test_a_call_reaches_the_kernel_of_the_plan(gpu: DispatchDevice) -> None:
+    x, weight = inputs(4, N, K)
+    wanted = plan(N, K, 4, H200)
+    assert k3cupy.explain_low_latency_gemm(x, weight) == wanted
+    assert wanted.backend == "fused_a"
+    assert len(k3cupy.dispatch_report()) == 0, "explaining counts nothing"
+    out = k3cupy.try_low_latency_gemm(x, weight)
+    assert out.shape == (4, N)
+    variant = k3cupy.FusedAGemmVariant()
+    assert gpu.loaded == [wanted.config.name_expression(variant)]
+    ((_, arguments),) = gpu.launches
+    assert x.data_ptr() in arguments
+    row = only_row()
+    assert (row.decision, row.calls) == (wanted, 1)
+
+
+def test_a_repeated_call_is_one_look_up(
+    gpu: DispatchDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight = inputs(4, N, K)
+    k3cupy.low_latency_linear(x, weight)
+    monkeypatch.setattr(linear, "_make_route", None)
+    for _ in range(5):
+        k3cupy.low_latency_linear(x, weight)
+    assert len(gpu.loaded) == 1
+    assert len(gpu.launches) == 6
+    assert only_row().calls == 6
+
+
+def test_promises_residual_and_layout_reach_the_instance(gpu: DispatchDevice) -> None:
+    x, weight = inputs(4, N, K, strides=(6288, 1))
+    k3cupy.low_latency_linear(x, weight, normal((4, N), 3), weight_is_static=True)
+    variant = k3cupy.FusedAGemmVariant(False, True, True, True)
+    assert gpu.loaded == [plan(N, K, 4, H200).config.name_expression(variant)]
+
+
+def test_skinny_is_reached(
+    gpu: DispatchDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new measurement takes effect once tables are read anew, and what it named goes with it."""
+    x, weight = inputs(4, N, K)
+    residual = normal((4, N), 3)
+    assert "fused_a" in str(k3cupy.explain_low_latency_gemm(x, weight))
+    k3cupy.low_latency_linear(x, weight)
+    entry = measured(4, n=N, k=K, skinny_us=1.0)
+    with user_cache(tmp_path, monkeypatch, entry):
+        k3cupy.low_latency_linear(x, weight, residual, weight_is_static=True)
+        config = second(4, "skinny", N, K)
+        variant = k3cupy.SkinnyGemmVariant(has_residual=True, weight_is_static=True)
+        assert gpu.loaded[1:] == [config.name_expression(variant)]
+        ((_, arguments),) = gpu.launches[1:]
+        assert residual.data_ptr() in arguments
+        k3cupy.low_latency_linear(x, weight)
+        assert "skinny_gemm" in gpu.loaded[2]
+    k3cupy.low_latency_linear(x, weight)
+    assert "fused_a_gemm" in gpu.loaded[3]
+
+
+def test_a_fall_back_is_not_decided_again(gpu: DispatchDevice) -> None:
+    wide = torch.zeros(4, 6285, dtype=BF16)
+    x, weight = wide[:, :K], normal((N, K), 1)
+    for _ in range(3):
+        assert k3cupy.try_low_latency_gemm(x, weight) is None
+    assert torch.equal(k3cupy.low_latency_linear(x, weight), x @ weight.T)
+    row = only_row()
+    assert row.calls == 4
+    assert row.decision.reason == "row stride 6,285 is not a multiple of 8"
+    assert gpu.launches == []
+
+
+def test_alignment_is_part_of_what_is_remembered(gpu: DispatchDevice) -> None:
+    storage = torch.zeros(4, 6288, dtype=BF16)
+    weight = normal((N, K), 1)
+    assert k3cupy.try_low_latency_gemm(storage[:, 6144:6272], weight) is not None
+    assert k3cupy.try_low_latency_gemm(storage[:, 6145:6273], weight) is None
+    assert k3cupy.try_low_latency_gemm(storage[:, 6152:6280], weight) is not None
+    assert [row.calls for row in k3cupy.dispatch_report()] == [2, 1]
+
+
+def test_grad_mode_is_part_of_what_is_remembered(gpu: DispatchDevice) -> None:
+    """Case 25: a parameter runs our kernel under no_grad, and the framework's with grad on."""
+    x = normal((4, K), 1)
+    weight = torch.nn.Parameter(normal((N, K), 2))
+    with torch.no_grad():
+        assert k3cupy.try_low_latency_gemm(x, weight) is not None
+    assert k3cupy.try_low_latency_gemm(x, weight) is None
+    out = k3cupy.low_latency_linear(x, weight)
+    assert out.requires_grad
+    assert "weight requires grad" in k3cupy.explain_low_latency_gemm(x, weight).reason
+    with torch.inference_mode():
+        assert k3cupy.try_low_latency_gemm(x, weight) is not None
+
+
+class Wrapper(torch.Tensor):
+    """Like a distributed tensor: metadata of one, memory of none."""
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any, **__: Any) -> Any:
+        raise AssertionError("nobody computes with it here")
+
+
+def test_a_wrapper_without_memory_is_not_taken_for_a_tensor(gpu: DispatchDevice) -> None:
+    """Its address is 0, and everything else is as a good tensor has it."""
+    x, weight = inputs(4, N, K)
+    assert k3cupy.try_low_latency_gemm(x, weight) is not None
+    wrapper = torch.Tensor._make_wrapper_subclass(Wrapper, x.shape, dtype=BF16)
+    for _ in range(2):
+        assert k3cupy.try_low_latency_gemm(wrapper, weight) is None
+        assert k3cupy.try_low_latency_gemm(x, weight) is not None
+    assert "no memory of its own" in k3cupy.explain_low_latency_gemm(wrapper, weight).reason
+
+
+def test_no_tokens(gpu: DispatchDevice) -> None:
+    x, weight = torch.zeros(0, K, dtype=BF16), normal((N, K), 1)
+    assert k3cupy.try_low_latency_gemm(x, weight) is None
+    assert k3cupy.low_latency_linear(x, weight).shape == (0, N)
+    assert gpu.launches == []
+
+
+def test_a_capture_names_the_warm_up(gpu: DispatchDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise k3cupy.CaptureError("the kernel is not loaded")
+
+    monkeypatch.setattr(cuda_call.CudaPlace, "load", refuse)
+    x, weight = inputs(4, N, K)
+    with pytest.raises(k3cupy.CaptureError) as caught:
+        k3cupy.low_latency_linear(x, weight, weight_is_static=True)
+    assert str(caught.value).startswith("the kernel is not loaded. ")
+    assert (
+        "k3cupy.warmup_low_latency_gemm([(1536, 128)], tokens=[4], residual=False, "
+        "batch_invariant=False, weight_is_static=True)" in str(caught.value)
+    )
+    monkeypatch.setattr(cuda_call.CudaPlace, "load", gpu.load)
+    assert k3cupy.try_low_latency_gemm(x, weight, weight_is_static=True) is not None
+
+
+def test_without_the_gpu_stack_the_frameworks_linear_runs(
+    gpu: DispatchDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(_: int) -> Any:
+        raise k3cupy.ToolchainError("CuPy does not import")
+
+    x, weight = inputs(4, N, K)
+    monkeypatch.setattr(devices, "info", missing)
+    with pytest.warns(UserWarning, match="CuPy does not import"):
+        out = k3cupy.low_latency_linear(x, weight)
+    assert torch.equal(out, torch.nn.functional.linear(x, weight))
+    assert only_row().decision.reason == "CuPy does not import"
+
+
+def test_a_kernel_that_cannot_be_built_here_falls_back(
+    gpu: DispatchDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(*_: Any) -> Any:
+        raise k3cupy.ToolchainError("the CUDA headers were not found")
+
+    monkeypatch.setattr(cuda_call.CudaPlace, "load", missing)
+    x, weight = inputs(4, N, K)
+    with pytest.warns(UserWarning, match="fused_a cannot run: the CUDA headers"):
+        assert k3cupy.try_low_latency_gemm(x, weight) is None
+    assert only_row().decision.reason == "the CUDA headers were not found"
+
+
+# Batch-invariant mode
+
+
+def test_modes_and_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("k3cupy.dispatch.mode._of_process", None)
+    assert not k3cupy.is_batch_invariant()
+    for value, wanted in (("1", True), ("0", False), ("", False), ("yes", True)):
+        monkeypatch.setenv("K3CUPY_BATCH_INVARIANT", value)
+        assert k3cupy.is_batch_invariant() == wanted
+    k3cupy.set_batch_invariant(False)
+    assert not k3cupy.is_batch_invariant()
+    with k3cupy.batch_invariant_mode():
+        assert k3cupy.is_batch_invariant()
+        with k3cupy.batch_invariant_mode(False):
+            assert not k3cupy.is_batch_invariant()
+        with ThreadPoolExecutor(1) as pool:
+            assert not pool.submit(k3cupy.is_batch_invariant).result(), "the block's thread only"
+    k3cupy.set_batch_invariant(True)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(k3cupy.is_batch_invariant).result(), "the whole process"
+    with pytest.raises(RuntimeError), k3cupy.batch_invariant_mode(False):
+        raise RuntimeError
+    assert k3cupy.is_batch_invariant()
+    for junk in (1, None, "on"):
+        with pytest.raises(TypeError, match=r"^enabled: expected True or False"):
+            k3cupy.set_batch_invariant(junk)
+        with pytest.raises(TypeError), k3cupy.batch_invariant_mode(junk):
+            pass
+
+
+def test_the_mode_of_a_call(gpu: DispatchDevice) -> None:
+    """Where a table has the framework's linear, the mode still has our kernel."""
+    x, weight = inputs(60, 7168, 3584)
+    assert k3cupy.try_low_latency_gemm(x, weight) is None
+    with k3cupy.batch_invariant_mode():
+        assert k3cupy.try_low_latency_gemm(x, weight) is not None
+        assert k3cupy.try_low_latency_gemm(x, weight, batch_invariant=False) is None
+        assert "batch-invariant" in k3cupy.explain_low_latency_gemm(x, weight).reason
+    assert k3cupy.try_low_latency_gemm(x, weight, batch_invariant=True) is not None
+    assert len(gpu.loaded) == 1
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_many_rows_go_in_slices(gpu: DispatchDevice, with_residual: bool) -> None:
+    x, weight = inputs(150, N, K, strides=(136, 1))
+    residual = normal((150, N), 3) if with_residual else None
+    out = k3cupy.try_low_latency_gemm(x, weight, residual, batch_invariant=True)
+    assert out.shape == (150, N)
+    assert out.is_contiguous()
+    assert len(gpu.launches) == 3
+    for i, (_, arguments) in enumerate(gpu.launches):
+        assert arguments[0] == weight.data_ptr()
+        assert arguments[3] == x.data_ptr() + 2 * 136 * 64 * i
+        assert arguments[4] == (64, 64, 22)[i]
+        assert arguments[5] == 136
+        assert arguments[6] == out.data_ptr() + 2 * N * 64 * i
+        at = residual.data_ptr() + 2 * N * 64 * i if residual is not None else 0
+        assert arguments[8] == at
+    row = only_row()
+    assert row.tokens == ">64"
+    assert "in slices of 64 rows" in row.decision.reason
+    assert k3cupy.try_low_latency_gemm(x, weight, residual) is None
+
+
+def test_what_cannot_be_sliced_says_so(gpu: DispatchDevice) -> None:
+    x, weight = (Producer(t) for t in inputs(65, N, K))
+    found = k3cupy.explain_low_latency_gemm(x, weight, batch_invariant=True)
+    assert found.reason == (
+        "x has more than 64 rows, and tensors of dlpack are not cut here; so batch invariance does "
+        "not hold for this call"
+    )
+
+
+# Counting
+
+
+def test_the_report() -> None:
+    empty = k3cupy.dispatch_report()
+    assert (len(empty), empty.calls, str(empty)) == (0, 0, "no call of low-latency linear yet")
+    weight = normal((48, K), 1)
+    for tokens in (1, 1, 4, 65, 300):
+        k3cupy.low_latency_linear(normal((tokens, K), 2), weight)
+    k3cupy.low_latency_linear(normal((2, 3, K), 2), weight)
+    report = k3cupy.dispatch_report()
+    assert report.calls == 6
+    assert report.fallbacks == report.rows
+    assert [(row.tokens, row.calls) for row in report] == [
+        ("0", 1),
+        ("1", 2),
+        ("4", 1),
+        (">64", 2),
+    ]
+    lines = str(report).splitlines()
+    assert lines[0].split() == ["calls", "N", "x", "K", "M", "what", "ran", "why"]
+    assert "48 x 128" in lines[2]
+    assert lines[2].endswith("x and the weight are on the CPU [rule]")
+    assert lines[-1] == "0 of 6 calls ran a kernel of k3cupy"
+    assert report.calls == 6, "a report does not change"
+    k3cupy.reset_dispatch_report()
+    assert len(k3cupy.dispatch_report()) == 0
+    k3cupy.low_latency_linear(normal((1, K), 2), weight)
+    assert k3cupy.dispatch_report().calls == 1
+
+
+def test_one_log_line_for_each_new_decision(
+    gpu: DispatchDevice, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("k3cupy.dispatch.report._counters", {})
+    caplog.set_level(logging.DEBUG, logger="k3cupy.dispatch")
+    x, weight = inputs(4, N, K)
+    for _ in range(3):
+        k3cupy.low_latency_linear(x, weight)
+        k3cupy.try_low_latency_gemm(x.clone(), weight.float())
+    ours, fall_back = (record.getMessage() for record in caplog.records)
+    assert ours == f"1536 x 128, M = 4: {k3cupy.explain_low_latency_gemm(x, weight)}"
+    assert fall_back == "1536 x 128, M = 4: linear: x is bfloat16 and the weight float32"
+    assert {record.levelname for record in caplog.records} == {"DEBUG"}
+
+
+def test_concurrent_first_calls(gpu: DispatchDevice, caplog: pytest.LogCaptureFixture) -> None:
+    """Every thread gets its result, and every call is counted, however they meet."""
+    caplog.set_level(logging.DEBUG, logger="k3cupy.dispatch")
+    shapes = [(tokens, n) for tokens in range(1, 9) for n in (48, 64)]
+    tensors = [inputs(tokens, n, K) for tokens, n in shapes]
+    barrier = Barrier(8)
+
+    def work(_: int) -> list[tuple[int, ...]]:
+        barrier.wait()
+        return [tuple(k3cupy.low_latency_linear(x, weight).shape) for x, weight in tensors]
+
+    with ThreadPoolExecutor(8) as pool:
+        for found in pool.map(work, range(8)):
+            assert found == shapes
+    report = k3cupy.dispatch_report()
+    assert report.calls == 8 * len(shapes)
+    assert [row.calls for row in report] == [8] * len(shapes)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == len(set(lines))
+
+
+# Warming up
+
+
+def test_warm_up_compiles_what_the_calls_will_run(
+    gpu: DispatchDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = fake_gpu(monkeypatch)
+    tokens, weight = [1, 2, 8, 16, 40], normal((N, K), 1)
+    count = k3cupy.warmup_low_latency_gemm([(N, K)], tokens, weight_is_static=True)
+    assert count == len(compiler.compiled) == len(set(compiler.compiled))
+    for m in tokens:
+        for x in (normal((m, K), 2), torch.zeros(m, 6288, dtype=BF16)[:, :K]):
+            k3cupy.low_latency_linear(x, weight, weight_is_static=True)
+    assert set(gpu.loaded) == set(compiler.compiled)
+
+
+@pytest.mark.parametrize("tokens", [150, 64, 5])
+def test_warm_up_of_batch_invariant_slices(
+    tokens: int, gpu: DispatchDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = fake_gpu(monkeypatch)
+    residual = normal((tokens, N), 3)
+    with k3cupy.batch_invariant_mode():
+        k3cupy.warmup_low_latency_gemm([(N, K)], tokens, residual=True)
+        for x in (normal((tokens, K), 2), torch.zeros(tokens, 6288, dtype=BF16)[:, :K]):
+            k3cupy.low_latency_linear(x, normal((N, K), 1), residual)
+    assert set(gpu.loaded) <= set(compiler.compiled)
+
+
+def test_warm_up_of_what_the_framework_runs_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = fake_gpu(monkeypatch)
+    monkeypatch.setattr(devices, "info", lambda _: H200)
+    assert k3cupy.warmup_low_latency_gemm([(7168, 3584)], [64, 65, 1000]) == 0
+    assert compiler.compiled == []
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"shapes": [(0, 16)]}, "shapes: expected pairs"),
+        ({"shapes": [16]}, "shapes: expected pairs"),
+        ({"shapes": [(16, 16, 16)]}, "shapes: expected pairs"),
+        ({"tokens": [0]}, "tokens: expected numbers from 1 to 2147483647, got 0"),
+        ({"tokens": [1.5]}, "tokens: expected numbers from 1"),
+        ({"device": 7}, "device: expected a GPU ordinal below 1, got 7"),
+        ({"residual": 1}, "residual: expected True or False"),
+        ({"weight_is_static": None}, "weight_is_static: expected True or False"),
+        ({"batch_invariant": 1}, "batch_invariant: expected None, True or False"),
+    ],
+    ids=str,
+)
+def test_warm_up_refuses(
+    options: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = fake_gpu(monkeypatch)
+    monkeypatch.setattr(devices, "info", lambda _: H200)
+    with pytest.raises((TypeError, ValueError), match=f"^{text}"):
+        k3cupy.warmup_low_latency_gemm(**{"shapes": [(N, K)], **options})
+    assert compiler.compiled == []
+
+
+# Cost
+
+
+def test_the_look_up_costs_little(gpu: DispatchDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the direct call of the same kernel, all on a launch that does nothing."""
+    monkeypatch.setattr(gpu, "launches", Forgetful())
+    x, weight = inputs(4, N, K)
+
+    def best_us(call: Callable[[], Any]) -> float:
+        call()
+        return min(timeit.repeat(call, number=300, repeat=9)) / 300 * 1e6
+
+    with torch.no_grad():
+        direct = best_us(lambda: k3cupy.fused_a_gemm(x, weight))
+        dispatched = best_us(lambda: k3cupy.low_latency_linear(x, weight))
+    print(f"direct {direct:.2f} us, dispatched {dispatched:.2f} us")
+    assert dispatched < 2 * direct + 3
+
+
+class Forgetful(list[Any]):
+    """A list that stays empty."""
+
+    def append(self, _: Any) -> None:
+        return None
+
+
+def test_every_backend_plans_with_the_same_values(gpu: DispatchDevice) -> None:
+    x, weight = inputs(4, N, K)
+    for name in backends.names():
+        backend = backends.get(name)
+        config, _ = backend.choose(N, K, 4, H200)
+        made = backend.make_plan(
+            (x, weight, None, None), config, None, weight_is_static=False, batch_invariant=False
+        )
+        out = made.run((x, weight, None, None), [x.data_ptr(), weight.data_ptr(), 0, 0], None)
+        assert out.shape == (4, N)
+        names = {
+            instance.name_expression
+            for instance in backend.instances(config, weight_is_static=False, has_residual=False)
+        }
+        assert gpu.loaded[-1] in names
