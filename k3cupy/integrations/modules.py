@@ -15,6 +15,7 @@ from k3cupy.dispatch.warmup import warmup_low_latency_gemm
 from k3cupy.integrations.linear_report import FRAMEWORK, LayerReport, LinearReport, Span, spans
 from k3cupy.ops import checks
 from k3cupy.ops.fused_a_gemm_config import MAX_TOKENS
+from k3cupy.ops.gemm_warmup import tokens_of
 from k3cupy.runtime import devices
 from k3cupy.runtime.devices import DeviceInfo
 
@@ -40,7 +41,7 @@ def enable_low_latency_gemm(
     The layers promise that the kernel before them does not write their weight, so that it can be
     fetched early. After an in-place change, ``load_state_dict`` or ``.to(...)`` the next call goes
     without the promise. PyTorch does not count writes through ``weight.data`` or by other
-    libraries: synchronise between such a write and the next call.
+    libraries: behind one, call ``torch.autograd.graph.increment_version(weight)``.
 
     Args:
         module: any module, on any device.
@@ -68,7 +69,7 @@ def enable_low_latency_gemm(
     """
     _check_module(module)
     checks.check_flags(warmup=warmup)
-    counts = _check_tokens(tokens)
+    counts = tuple(sorted(set(tokens_of(tokens, MAX_TOKENS))))
     from k3cupy.integrations import torch_linear
 
     invariant = mode.resolved(batch_invariant)
@@ -118,18 +119,6 @@ def _check_module(module: Any) -> None:
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(module, torch.nn.Module):
         checks.reject("module", "a torch.nn.Module", type(module).__name__, error=TypeError)
-
-
-def _check_tokens(tokens: Any) -> tuple[int, ...]:
-    if tokens is None:
-        return tuple(range(1, MAX_TOKENS + 1))
-    counts = [tokens] if isinstance(tokens, int) else list(tokens)
-    for count in counts:
-        if isinstance(count, bool) or not isinstance(count, int) or not 0 < count <= MAX_TOKENS:
-            checks.reject("tokens", f"numbers from 1 to {MAX_TOKENS}", repr(count))
-    if not counts:
-        checks.reject("tokens", "at least one", "none")
-    return tuple(sorted(set(counts)))
 
 
 def _look_at(name: str, layer: nn.Module, tokens: Sequence[int], invariant: bool) -> LayerReport:
