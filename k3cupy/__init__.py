@@ -17,6 +17,8 @@ from k3cupy.dispatch.mode import batch_invariant_mode, is_batch_invariant, set_b
 from k3cupy.dispatch.report import DispatchReport, dispatch_report, reset_dispatch_report
 from k3cupy.dispatch.tune import tune
 from k3cupy.dispatch.warmup import warmup_low_latency_gemm
+from k3cupy.integrations.linear_report import LinearReport
+from k3cupy.integrations.modules import disable_low_latency_gemm, enable_low_latency_gemm
 from k3cupy.ops.decision import Decision
 from k3cupy.ops.fused_a_gemm import dsv3_fused_a_gemm, explain_fused_a_gemm, fused_a_gemm
 from k3cupy.ops.fused_a_gemm_config import FusedAGemmConfig, FusedAGemmVariant
@@ -48,6 +50,7 @@ __all__ = [
     "FusedAGemmConfig",
     "FusedAGemmVariant",
     "LinearDecision",
+    "LinearReport",
     "MlaDecodeConfig",
     "MlaDecodeVariant",
     "MlaPrefillConfig",
@@ -57,8 +60,10 @@ __all__ = [
     "ToolchainError",
     "batch_invariant_mode",
     "config_info",
+    "disable_low_latency_gemm",
     "dispatch_report",
     "dsv3_fused_a_gemm",
+    "enable_low_latency_gemm",
     "explain_fused_a_gemm",
     "explain_low_latency_gemm",
     "explain_mla_decode",

@@ -1,8 +1,9 @@
-"""The demos of the MLA layer: they pass with right epilogues, and fail with wrong ones."""
+"""The demos: they pass with right operations, and fail with wrong ones."""
 
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import torch
 from click.testing import CliRunner
 
 import k3cupy
+from k3cupy.dispatch import linear
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 OPERATION = "fused_mla_decode_q_concat_kv_cache_insert"
@@ -30,16 +32,23 @@ CONTEXT_OPERATIONS = {
 }
 FORMATS = ["bf16", "fp8", "fp8_ds_mla"]
 DECODE, PREFILL = "mla_decode_step", "mla_prefill_decode"
+MODEL, FALLBACKS = "low_latency_model", "explain_fallbacks"
 SMALL = {
     DECODE: ["--tokens", "3", "--steps", "2", "--device", "cpu"],
     PREFILL: ["--prompts", "2", "--longest", "9", "--chunk", "4", "--device", "cpu"],
+    MODEL: ["--tokens", "2", "--device", "cpu"],
 }
 both_demos = pytest.mark.parametrize("name", [DECODE, PREFILL])
 
 
-def run_demo(name: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def run_demo(
+    name: str, *arguments: str, cwd: Path, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
+    environment = {**os.environ, "COLUMNS": "200", **(env or {})}
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+    )
 
 
 @pytest.fixture
@@ -75,7 +84,7 @@ def test_demo_passes_on_the_gpu(
     assert "All outputs agree with plain PyTorch" in result.stdout
 
 
-@both_demos
+@pytest.mark.parametrize("name", [DECODE, PREFILL, MODEL])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch finds a GPU")
 def test_demo_says_when_there_is_no_gpu(name: str, load: Callable[[str], ModuleType]) -> None:
     result = CliRunner().invoke(load(name).main, ["--device", "cuda"])
@@ -170,3 +179,63 @@ def test_prefill_demo_fails_when_the_context_is_wrong(
     operation = getattr(k3cupy, name)
     monkeypatch.setattr(k3cupy, name, lambda **call: fault(operation, call))
     fails(load(PREFILL), "--kv-cache", kv_cache)
+
+
+# Low-latency linear
+
+
+def test_model_demo_passes_on_the_cpu(tmp_path: Path) -> None:
+    result = run_demo(MODEL, "--tokens", "1", "--tokens", "16", "--device", "cpu", cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "installed in 6 of 7 linear layers" in result.stdout
+    assert "left alone: it has a bias" in result.stdout
+    assert "0 of 12 calls ran a kernel of k3cupy" in result.stdout
+    assert "All outputs agree with plain PyTorch" in result.stdout
+
+
+@pytest.mark.gpu
+def test_model_demo_passes_on_the_gpu(tmp_path: Path) -> None:
+    result = run_demo(MODEL, "--device", "cuda", cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "speed-up" in result.stdout
+    assert "fused_a" in result.stdout
+    assert "All outputs agree with plain PyTorch" in result.stdout
+
+
+def one_element_off(out: torch.Tensor) -> None:
+    out[..., 0] += out.abs().max()
+
+
+def one_row_nan(out: torch.Tensor) -> None:
+    out[-1] = float("nan")
+
+
+@pytest.mark.parametrize("fault", [one_element_off, one_row_nan])
+@pytest.mark.parametrize("shape", [(1536, 128), (2304, 1536)], ids=["f_b", "q_b"])
+def test_model_demo_fails_when_a_layer_is_wrong(
+    fault: Callable[[torch.Tensor], None],
+    shape: tuple[int, int],
+    load: Callable[[str], ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = linear.low_latency_linear
+
+    def faulty(x: torch.Tensor, weight: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        out = run(x, weight, *rest, **options)
+        if tuple(weight.shape) == shape:
+            fault(out)
+        return out
+
+    monkeypatch.setattr(linear, "low_latency_linear", faulty)
+    fails(load(MODEL))
+
+
+@pytest.mark.parametrize("gpu", [False, pytest.param(True, marks=pytest.mark.gpu)])
+def test_fallback_demo_names_each_reason(gpu: bool, tmp_path: Path) -> None:
+    result = run_demo(FALLBACKS, cwd=tmp_path, env={} if gpu else {"CUDA_VISIBLE_DEVICES": ""})
+    assert result.returncode == 0, result.stdout + result.stderr
+    text = " ".join(result.stdout.replace("│", " ").split())
+    for words in ("6,285", "is 6 bytes past", "inner stride 2", "transposed", "float16,", "200"):
+        assert words in text, words
+    assert text.count("PyTorch's linear") == 10
+    assert "2 calls ran a kernel of k3cupy" in text

@@ -1,0 +1,1 @@
+"""The package inside frameworks: PyTorch modules and the operator for its compiler."""

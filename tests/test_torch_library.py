@@ -1,0 +1,232 @@
+"""The operator for PyTorch's compiler, and compiled models: no graph break, right results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gemm_helpers import normal
+from helpers import BF16
+from torch import nn
+
+import k3cupy
+from k3cupy.integrations import torch_library
+
+N, K = 48, 128
+OPERATOR = torch.ops.k3cupy.low_latency_linear
+BACKENDS = ["eager", "aot_eager", "inductor"]
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    torch._dynamo.reset()
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert (got.shape, got.dtype) == (want.shape, want.dtype)
+    torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-7)
+
+
+# The operator
+
+
+@pytest.mark.parametrize("shape", [(3,), (), (0,), (2, 3), (0, 3)], ids=str)
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize("wants_grad", [False, True])
+def test_opcheck(shape: tuple[int, ...], has_residual: bool, wants_grad: bool) -> None:
+    """Schema, fake tensor, autograd registration and tracing with dynamic shapes agree."""
+    x = normal((*shape, K), 1).requires_grad_(wants_grad)
+    weight = normal((N, K), 2).requires_grad_(wants_grad)
+    residual = normal((*shape, N), 3).requires_grad_(wants_grad) if has_residual else None
+    torch.library.opcheck(OPERATOR, (x, weight, residual, True, None), rtol=2**-7, atol=2**-3)
+
+
+def test_operator_takes_slices() -> None:
+    x, weight = normal((4, 6288), 1)[:, 6144 : 6144 + K], normal((N, K), 2)
+    torch.library.opcheck(OPERATOR, (x, weight))
+    assert torch.equal(OPERATOR(x, weight), F.linear(x, weight))
+
+
+@pytest.mark.parametrize("shape", [(3,), (), (2, 3), (0,)], ids=str)
+def test_residual_is_added(shape: tuple[int, ...]) -> None:
+    x, weight, residual = normal((*shape, K), 1), normal((N, K), 2), normal((*shape, N), 3)
+    close(OPERATOR(x, weight, residual), F.linear(x, weight) + residual)
+
+
+def test_residual_of_another_shape() -> None:
+    x, weight = normal((2, 3, K), 1), normal((N, K), 2)
+    with pytest.raises(ValueError, match=r"residual: expected shape \[2, 3, 48\], got shape"):
+        OPERATOR(x, weight, normal((6, N), 3))
+
+
+@pytest.mark.parametrize("shape", [(3,), (), (2, 3)], ids=str)
+def test_gradients_of_the_operator(shape: tuple[int, ...]) -> None:
+    inputs = [normal((*shape, K), 1), normal((N, K), 2), normal((*shape, N), 3)]
+    mine, theirs = ([t.clone().requires_grad_() for t in inputs] for _ in range(2))
+    OPERATOR(*mine).float().square().sum().backward()
+    (F.linear(*theirs[:2]) + theirs[2]).float().square().sum().backward()
+    for got, want in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(got.grad, want.grad, rtol=2**-5, atol=2)
+
+
+def test_a_weight_of_another_width_is_an_error_while_tracing() -> None:
+    compiled = torch.compile(OPERATOR, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=r"weight: expected shape \[N, K\]"):
+        compiled(normal((3, K), 1), normal((N, K + 1), 2))
+
+
+def test_importing_the_module_again_registers_nothing_twice() -> None:
+    assert torch_library.low_latency_linear._opoverload is OPERATOR.default
+
+
+# Compiled models
+
+
+class Block(nn.Module):
+    """Two layers: one reads a slice of what the other wrote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(K, 2 * K + 16, bias=False, dtype=BF16)
+        self.second = nn.Linear(K, N, bias=False, dtype=BF16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x.relu())[..., 16 : 16 + K]).float() + 1
+
+
+@pytest.fixture
+def blocks() -> tuple[Block, Block]:
+    """An enabled block, and a plain one with the same weights."""
+    torch.manual_seed(0)
+    mine, plain = Block().requires_grad_(False), Block().requires_grad_(False)
+    plain.load_state_dict(mine.state_dict())
+    assert k3cupy.enable_low_latency_gemm(mine).installed == 2
+    return mine, plain
+
+
+class Graphs:
+    """A backend that keeps what it was given and runs it as it is."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[str]] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, _: Any) -> Any:
+        called = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        self.seen.append(called)
+        return graph.forward
+
+    def operators(self) -> list[int]:
+        """How many of ours each graph has."""
+        return [sum("low_latency_linear" in name for name in graph) for graph in self.seen]
+
+
+def test_each_layer_becomes_one_operator_of_one_graph(blocks: tuple[Block, Block]) -> None:
+    graphs = Graphs()
+    compiled = torch.compile(blocks[0], fullgraph=True, backend=graphs, dynamic=True)
+    for tokens in (2, 16, 17, 300):
+        x = normal((tokens, K), tokens)
+        close(compiled(x), blocks[1](x))
+    assert graphs.operators() == [2]
+
+
+@each_backend
+@pytest.mark.parametrize("dynamic", [None, False, True])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("shapes", [[(1,), (16,), (17,), (300,), (0,)], [(2, 3), (1, 4), (0, 3)]])
+def test_case22_compiled_with_any_number_of_tokens(
+    blocks: tuple[Block, Block],
+    backend: str,
+    dynamic: bool | None,
+    mode: Any,
+    shapes: list[tuple[int, ...]],
+) -> None:
+    compiled = torch.compile(blocks[0], fullgraph=True, backend=backend, dynamic=dynamic)
+    for shape in shapes:
+        x = normal((*shape, K), 1)
+        with mode():
+            close(compiled(x), blocks[1](x))
+
+
+@each_backend
+def test_compiled_code_sees_new_weights(blocks: tuple[Block, Block], backend: str) -> None:
+    mine, plain = blocks
+    compiled = torch.compile(mine, fullgraph=True, backend=backend)
+    x = normal((3, K), 1)
+    compiled(x)
+    new = {name: normal(t.shape, i) for i, (name, t) in enumerate(plain.state_dict().items())}
+    for assign in (False, True):
+        state = {name: t * (1 + assign) for name, t in new.items()}
+        plain.load_state_dict(state)
+        mine.load_state_dict(state, assign=assign)
+        mine.requires_grad_(False)
+        close(compiled(x) / 128, plain(x) / 128)
+
+
+def test_a_compiled_model_follows_enable_and_disable(blocks: tuple[Block, Block]) -> None:
+    mine, plain = blocks
+    graphs, x = Graphs(), normal((3, K), 1)
+    compiled = torch.compile(mine, fullgraph=True, backend=graphs)
+    for change in (lambda _: None, k3cupy.disable_low_latency_gemm, k3cupy.enable_low_latency_gemm):
+        change(mine)
+        close(compiled(x), plain(x))
+    # The third call may reuse the first one's graph.
+    assert graphs.operators() in ([2, 0], [2, 0, 2])
+    assert sum(graphs.operators()) >= 2
+
+
+def test_a_module_may_be_enabled_behind_the_compiler(blocks: tuple[Block, Block]) -> None:
+    compiled = torch.compile(blocks[1], fullgraph=True, backend="eager")
+    report = k3cupy.enable_low_latency_gemm(compiled)
+    assert report.installed == 2
+    x = normal((3, K), 1)
+    close(compiled(x), blocks[0](x))
+
+
+@each_backend
+def test_compiled_training(blocks: tuple[Block, Block], backend: str) -> None:
+    """Gradients are traced through the framework's linear."""
+    grads = []
+    for i, model in enumerate(blocks):
+        model.requires_grad_(True)
+        run = torch.compile(model, fullgraph=True, backend=backend) if i == 0 else model
+        run(normal((3, K), 1)).square().sum().backward()
+        grads.append([p.grad for p in model.parameters()])
+    for got, want in zip(*grads, strict=True):
+        torch.testing.assert_close(got, want, rtol=2**-5, atol=2)
+
+
+def test_gradients_and_autocast_are_traced_through_the_frameworks_linear(
+    blocks: tuple[Block, Block],
+) -> None:
+    mine, plain = blocks
+    graphs, x = Graphs(), normal((3, K), 1)
+    compiled = torch.compile(mine, fullgraph=True, backend=graphs)
+    mine.requires_grad_(True)
+    compiled(x)
+    with torch.no_grad():
+        compiled(x)
+        with torch.autocast("cpu", torch.float16):
+            close(compiled(x), plain(x))
+        with torch.autocast("cpu", BF16):
+            close(compiled(x), plain(x))
+            close(compiled(x.float()), plain(x.float()))
+    # Under bfloat16 autocast a float32 x goes to PyTorch, and its result to the operator.
+    assert graphs.operators() == [0, 2, 0, 2, 1]
+
+
+def test_strict_export_has_the_operator(blocks: tuple[Block, Block]) -> None:
+    x = normal((3, K), 1)
+    with torch.no_grad():
+        program = torch.export.export(blocks[0], (x,), strict=True)
+    assert str(program.graph).count("k3cupy.low_latency_linear") == 2
+    close(program.module()(x), blocks[1](x))
+
+
+def test_export_gives_the_same_numbers(blocks: tuple[Block, Block]) -> None:
+    x = normal((3, K), 1)
+    with torch.no_grad():
+        program = torch.export.export(blocks[0], (x,), strict=False)
+    close(program.module()(x), blocks[1](x))

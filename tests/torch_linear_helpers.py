@@ -1,0 +1,20 @@
+"""Layers and models for the tests of the low-latency linear in PyTorch modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from helpers import BF16
+from torch import nn
+
+N, K = 48, 128
+
+
+def linear(n: int = N, k: int = K, **options: Any) -> nn.Linear:
+    return nn.Linear(k, n, **{"bias": False, "dtype": BF16, **options})
+
+
+def mixed_model() -> nn.Module:
+    """Eligible layers at two depths, and one that is not."""
+    blocks = nn.ModuleList(nn.ModuleDict({"up": linear(), "down": linear(K, N)}) for _ in range(3))
+    return nn.ModuleDict({"blocks": blocks, "head": linear(7, K), "gate": linear(bias=True)})
