@@ -163,6 +163,7 @@ class _CudaPlan:
             problem.n if out is None else _row_stride(out),
             0,
             0 if residual is None else _row_stride(residual),
+            np.uint32(config.rows),
         ]
         self._launch = launch.make_launcher(
             self._place.device,
