@@ -4,8 +4,9 @@
 // With at most 64 tokens every weight is used a handful of times, so the time is that of reading the
 // weight once, at the speed of memory. Everything serves that stream:
 //   - All blocks are resident at once and each streams an equal share of the weight: there is no
-//     second, half-empty wave. A block owns kTileN rows of the weight, or 1 / kSplitK of their
-//     columns, the blocks of a cluster sharing the rows; the host picks the tile for that.
+//     second, half-empty wave. A block owns at most kTileN rows of the weight, or 1 / kSplitK of
+//     their columns, the blocks of a cluster sharing the rows; the host picks the tile for that, and
+//     how many of its rows are used.
 //   - Copy warps keep a deep ring of weight tiles in flight, other copy warps a ring of the same
 //     columns of x. Math warps never load from global memory. The rings have barriers of their own:
 //     the weight may come long before x.
@@ -67,7 +68,7 @@ __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
     fused_a_gemm(const __nv_bfloat16* weight, unsigned int n, unsigned int k,
                  const __nv_bfloat16* x, unsigned int num_tokens, long long x_row_stride,
                  __nv_bfloat16* out, long long out_row_stride, const __nv_bfloat16* residual,
-                 long long residual_row_stride) {
+                 long long residual_row_stride, unsigned int block_rows) {
   using Layout =
       SharedLayout<kTileM, kTileN, kTileK, kStages, kStagesX, kWarpsK, kSplitK, kMmaRows>;
   constexpr int kTeam = kMmaRows / kWarpRows;  // warps that issue a product together
@@ -103,8 +104,8 @@ __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
 
   // This block's rows and columns. Columns are shared in units of one step of all warps.
   const unsigned int rank = blockIdx.x % kSplitK;
-  const unsigned int first_row = blockIdx.x / kSplitK * kTileN;
-  const unsigned int rows = min(n - first_row, static_cast<unsigned int>(kTileN));
+  const unsigned int first_row = blockIdx.x / kSplitK * block_rows;
+  const unsigned int rows = min(n - first_row, block_rows);
   constexpr unsigned int kUnit = kMmaK * kWarpsK;
   const unsigned int units = (k + kUnit - 1) / kUnit;
   const unsigned int k_begin = rank * units / kSplitK * kUnit;

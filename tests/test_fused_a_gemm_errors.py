@@ -114,6 +114,9 @@ for wrong_config in (
     replace(CONFIG, warps_k=0),
     replace(CONFIG, split_k=16),
     replace(CONFIG, copy_warps=40),
+    replace(CONFIG, mma_rows=32),
+    replace(CONFIG, block_rows=17),
+    replace(CONFIG, block_rows=-1),
 ):
     put(f"config-{wrong_config}", "config", wrong_config, "FusedAGemmConfig")
 

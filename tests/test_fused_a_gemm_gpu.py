@@ -52,6 +52,9 @@ def test_configurations_of_one_order_give_the_same_bits() -> None:
         {"warps_n": 2},
         {"copy_warps": 1},
         {"copy_warps": 4},
+        {"block_rows": 1},
+        {"block_rows": 27},
+        {"tile_n": 64, "block_rows": 35},
     ]
     assert_configs_agree([replace(BASE, **change) for change in changes], 9, 100)
 
@@ -60,7 +63,9 @@ def test_configurations_of_one_order_give_the_same_bits() -> None:
 def test_clusters(split: int) -> None:
     """Blocks that share the columns, also where there are fewer columns than blocks."""
     clustered = replace(BASE, split_k=split)
-    assert_configs_agree([clustered, replace(clustered, tile_m=64, tile_n=64)], 13, 100)
+    wide = replace(clustered, tile_m=64, tile_n=64)
+    fewer = [replace(wide, block_rows=rows) for rows in (5, 35)]
+    assert_configs_agree([clustered, wide, *fewer], 13, 100)
 
 
 def test_a_configuration_of_the_caller_is_the_one_that_runs() -> None:

@@ -53,8 +53,9 @@ def test_a_launch(device: GemmDevice) -> None:
     ((stream, arguments),) = device.launches
     assert stream == STREAM
     pointers = (weight.data_ptr(), x.data_ptr(), out.data_ptr())
-    w, n, k, x_at, tokens, x_stride, out_at, out_stride, *residual = arguments
+    w, n, k, x_at, tokens, x_stride, out_at, out_stride, *residual, rows = arguments
     assert residual == [0, 0]
+    assert (rows, type(rows)) == (32, np.uint32)
     assert (w, x_at, out_at) == pointers
     assert (n, k, tokens) == (100, 128, 9)
     assert {type(value) for value in (n, k, tokens)} == {np.uint32}
@@ -69,7 +70,7 @@ def test_the_public_form_and_strides_of_out(device: GemmDevice) -> None:
     assert not device.settings["pdl"]
     ((_, arguments),) = device.launches
     assert arguments[0] == weight.data_ptr()
-    assert arguments[6:] == [wide.data_ptr() + 32, 160, 0, 0]
+    assert arguments[6:-1] == [wide.data_ptr() + 32, 160, 0, 0]
     assert "true, true, true, false>" in device.loaded[0]
 
 
@@ -83,7 +84,7 @@ def test_a_residual(device: GemmDevice) -> None:
     ]
     assert device.loaded[0].endswith("true, true, true, true>")
     ((_, arguments),) = device.launches
-    assert arguments[6:] == [out.data_ptr(), 100, residual.data_ptr(), 107]
+    assert arguments[6:-1] == [out.data_ptr(), 100, residual.data_ptr(), 107]
 
 
 def test_a_residual_in_place(device: GemmDevice) -> None:
@@ -93,7 +94,7 @@ def test_a_residual_in_place(device: GemmDevice) -> None:
     out = rows[:9]
     assert device.run(FRIENDLY, x, weight, out, out) is out
     ((_, arguments),) = device.launches
-    assert arguments[6:] == [out.data_ptr(), 100, out.data_ptr(), 100]
+    assert arguments[6:-1] == [out.data_ptr(), 100, out.data_ptr(), 100]
     with pytest.raises(ValueError, match=r"^out: expected memory apart from residual"):
         device.run(FRIENDLY, x, weight, out, rows[1:])
     assert len(device.launches) == 1
@@ -105,6 +106,22 @@ def test_one_row_has_no_stride(device: GemmDevice) -> None:
     ((_, arguments),) = device.launches
     assert arguments[5] == 0
     assert "true, true, true, false>" in device.loaded[0], "packed"
+
+
+def test_blocks_of_fewer_rows_than_the_tile_has(device: GemmDevice) -> None:
+    """The same instance, more blocks; the kernel is told how many rows are whose."""
+    x, weight = inputs(9, 100, 128)
+    fewer = replace(CONFIG, block_rows=27)
+    device.run(FRIENDLY, x, weight, None, config=fewer)
+    device.run(FRIENDLY, x, weight, None, config=replace(CONFIG, block_rows=9))
+    assert device.settings["grid"] == 12
+    assert (
+        device.loaded[0]
+        == device.loaded[1]
+        == CONFIG.name_expression(k3cupy.FusedAGemmVariant(True, True, True))
+    )
+    assert [arguments[-1] for _, arguments in device.launches] == [27, 9]
+    assert "(27 rows)" in str(fewer)
 
 
 def test_a_plan_serves_other_addresses(device: GemmDevice) -> None:

@@ -55,6 +55,16 @@ def test_only_a_measurement_names_them(tokens: int) -> None:
         for invariant in (False, True):
             config, _ = choose(n, k, tokens, gpu, batch_invariant=invariant)
             assert not config.needs_warpgroups
+            assert not config.block_rows
+
+
+def test_candidates_that_leave_no_multiprocessor_out() -> None:
+    """7168 rows are 112 tiles of 64, and 131 shares of 55."""
+    found = candidates(7168, 1536, 64, H200)
+    spread = {(c.tile_n, c.block_rows, c.blocks(7168)) for c in found if c.block_rows}
+    assert (64, 55, 131) in spread
+    assert all(c.is_valid(H200) for c in found)
+    assert len(set(found)) == len(found)
 
 
 def test_the_order_of_a_sum_is_another() -> None:
@@ -76,6 +86,8 @@ CONFIGS = [
     replace(BASE, tile_n=128, stages=3),
     replace(BASE, tile_n=128, warps_n=8, stages=3),
     replace(BASE, tile_n=192, tile_k=64, stages=7, stages_x=7),
+    replace(BASE, block_rows=35),
+    replace(BASE, tile_n=128, stages=3, block_rows=77),
     replace(BASE, copy_warps=4),
     replace(BASE, copy_warps=1),
 ]

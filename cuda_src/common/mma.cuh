@@ -59,7 +59,9 @@ __device__ __forceinline__ unsigned long long operand_at(unsigned int address) {
 // What other threads have written into shared memory, and this one has seen arrive, will be seen by
 // products too.
 __device__ __forceinline__ void show_to_products() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
 }
 
 // Before the first product, and whenever other code has touched the sums.

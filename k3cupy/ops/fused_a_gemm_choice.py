@@ -56,7 +56,6 @@ _SHAPES: dict[int, tuple[tuple[int, ...], ...]] = {
         (160, 64, 2, 5, 2),
         (64, 128, 1, 4, 2, 64),
         (64, 128, 2, 4, 2, 64),
-        (128, 64, 1, 4, 2, 64),
         (128, 64, 1, 8, 2, 64),
         (192, 64, 1, 4, 2, 64),
     ),
@@ -66,6 +65,7 @@ mma_rows, that are worth a look: fast somewhere, or one even wave for some N."""
 
 _SPLITS = (1, 2, 4)
 _MAX_STAGES = 12
+_MANY_TOKENS = 32
 _ORDER_OF_ALL = (4, 1, 16)
 """A summation order that every tile_m has candidates for, so that batch invariance is possible."""
 
@@ -107,8 +107,22 @@ def candidates(n: int, k: int, num_tokens: int, device: DeviceInfo) -> tuple[Fus
                 )
                 config = _deepened(draft, k, device, blocks_per_sm)
                 if config is not None and config not in found:
-                    found.append(config)
+                    found += [config, *_spread(config, n, device)]
     return tuple(found) or (_SMALLEST[tile_m],)
+
+
+def _spread(config: FusedAGemmConfig, n: int, device: DeviceInfo) -> tuple[FusedAGemmConfig, ...]:
+    """Return a configuration with fewer rows a block, so that no multiprocessor is left out.
+
+    Empty where that is no other one, where a smaller tile has room for these rows, and where the
+    work of a multiprocessor is not what counts: with few tokens.
+    """
+    if config.split_k > 1 or config.tile_m < _MANY_TOKENS:
+        return ()
+    waves = -(-config.blocks(n) // device.num_sms)
+    rows = -(-n // (waves * device.num_sms))
+    is_other = config.tile_n - config.mma_rows < rows < config.tile_n
+    return (replace(config, block_rows=rows),) if is_other else ()
 
 
 def _deepened(
@@ -162,6 +176,11 @@ def estimate_us(config: FusedAGemmConfig, n: int, k: int, device: DeviceInfo) ->
         + _SUMS_US_A_BYTE * sums * min(per_sm, _ENDS_AT_ONCE)
         + _THREAD_US * config.block_size
     )
+
+
+def _is_modelled(config: FusedAGemmConfig) -> bool:
+    """Return whether the model was fitted to such configurations; others need a measurement."""
+    return not config.needs_warpgroups and config.block_rows == 0
 
 
 # --- The tables -----------------------------------------------------------------------------------
@@ -261,8 +280,7 @@ def _choose(
         if entry is not None and config is not None:
             where = f"measured on {device.name} for {n} x {k}, M = {entry.tokens}"
             return config, where + gemm_tables.lead_of_linear(entry, times[config])
-    # Products of a warpgroup are not in the cost model: only a measurement names them.
-    possible = tuple(c for c in candidates(n, k, num_tokens, device) if not c.needs_warpgroups)
+    possible = tuple(c for c in candidates(n, k, num_tokens, device) if _is_modelled(c))
     if batch_invariant:
         possible = tuple(c for c in possible if c.order == _ORDER_OF_ALL)
     possible = possible or (_SMALLEST[tile_m_of(num_tokens)],)

@@ -64,6 +64,8 @@ class FusedAGemmConfig:
         copy_warps: warps that copy the weight, and as many that copy x.
         mma_rows: rows of the weight in one tensor-core product: 16, a warp's; or 64, that of four
             warps together, which exists on sm_90 alone.
+        block_rows: rows of the tile that a block uses, where fewer than all spread the weight more
+            evenly over the GPU; 0 for all.
     """
 
     tile_m: int
@@ -76,6 +78,12 @@ class FusedAGemmConfig:
     split_k: int
     copy_warps: int
     mma_rows: int = _WARP_ROWS
+    block_rows: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows of the weight a block."""
+        return self.block_rows or self.tile_n
 
     @property
     def block_size(self) -> int:
@@ -135,6 +143,7 @@ class FusedAGemmConfig:
             and self.tile_n > 0
             and self.tile_n % (_WARP_ROWS * self.warps_n) == 0
             and self.tile_n % self.split_k == 0
+            and 0 <= self.block_rows <= self.tile_n
             and self.split_k <= _MAX_CLUSTER
             and self.tile_k >= 64
             and self.tile_k % (_MMA_K * self.warps_k) == 0
@@ -161,7 +170,7 @@ class FusedAGemmConfig:
 
     def blocks(self, n: int) -> int:
         """Return how many blocks compute N output columns."""
-        return -(-n // self.tile_n) * self.split_k
+        return -(-n // self.rows) * self.split_k
 
     def blocks_per_sm(self, device: DeviceInfo) -> int:
         """Return how many blocks fit a multiprocessor by their shared memory and threads."""
@@ -172,7 +181,8 @@ class FusedAGemmConfig:
 
     def name_expression(self, variant: FusedAGemmVariant) -> str:
         """Return the C++ name of the instance."""
-        arguments = [*map(str, astuple(self)), *map(template_flag, astuple(variant))]
+        template = astuple(self)[:-1]  # the rows of a block are an argument of the kernel
+        arguments = [*map(str, template), *map(template_flag, astuple(variant))]
         return f"k3cupy::fused_a_gemm<{', '.join(arguments)}>"
 
     def instance(self, variant: FusedAGemmVariant) -> Instance:
@@ -181,8 +191,9 @@ class FusedAGemmConfig:
 
     def __str__(self) -> str:
         """For people: ``tile 8x16x512, 8+8 stages, 8x1 warps, split 1, 4 copy warps``."""
+        rows = f" ({self.block_rows} rows)" if self.block_rows else ""
         return (
-            f"tile {self.tile_m}x{self.tile_n}x{self.tile_k}, {self.stages}+{self.stages_x} "
+            f"tile {self.tile_m}x{self.tile_n}x{self.tile_k}{rows}, {self.stages}+{self.stages_x} "
             f"stages, {self.warps_k}x{self.warps_n} warps, split {self.split_k}, "
             f"{self.copy_warps} copy warps{', warpgroups' if self.needs_warpgroups else ''}"
         )

@@ -103,6 +103,7 @@ def _kernel(problem: FusedAGemmProblem, config: FusedAGemmConfig) -> Kernel:
             row_stride(problem.out, problem.n),
             0,
             row_stride(problem.residual),
+            np.uint32(config.rows),
         ),
         pointers=(3, 0, 6, 8),
         grid=config.blocks(problem.n) // config.split_k,
