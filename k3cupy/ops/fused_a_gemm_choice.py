@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Iterable
 from dataclasses import replace
 
 from k3cupy.ops import gemm_tables
@@ -11,25 +13,11 @@ from k3cupy.ops.gemm_entry import Times
 from k3cupy.ops.gemm_tables import TOKEN_CLASSES, GemmTable
 from k3cupy.runtime.devices import DeviceInfo
 
+_FEW_TILE_N, _FEW_WARPS_K = (16, 32, 48, 64), (4, 8)
+_FEW_COPY_WARPS = {8: (2,), 16: (2, 4)}
+"""By tile_m, for few tokens: what is combined with every tile_n and warps_k of the line above."""
+
 _SHAPES: dict[int, tuple[tuple[int, ...], ...]] = {
-    8: (
-        (16, 512, 8, 1, 4),
-        (16, 512, 4, 1, 4),
-        (32, 512, 8, 1, 4),
-        (16, 256, 8, 1, 2),
-        (16, 256, 4, 1, 2),
-        (32, 256, 8, 1, 2),
-        (32, 256, 4, 1, 2),
-    ),
-    16: (
-        (16, 512, 8, 1, 4),
-        (16, 512, 4, 1, 4),
-        (32, 512, 8, 1, 4),
-        (32, 256, 8, 1, 2),
-        (32, 256, 4, 1, 2),
-        (48, 256, 8, 1, 2),
-        (48, 256, 4, 1, 2),
-    ),
     32: (
         (32, 512, 8, 1, 4),
         (32, 256, 4, 1, 2),
@@ -60,8 +48,8 @@ _SHAPES: dict[int, tuple[tuple[int, ...], ...]] = {
         (192, 64, 1, 4, 2, 64),
     ),
 }
-"""By tile_m: (tile_n, tile_k, warps_k, warps_n, copy_warps) and, where it is not a warp's, the
-mma_rows, that are worth a look: fast somewhere, or one even wave for some N."""
+"""For more tokens, by tile_m: (tile_n, tile_k, warps_k, warps_n, copy_warps) and, where it is not a
+warp's, the mma_rows, that are worth a look: fast somewhere, or one even wave for some N."""
 
 _SPLITS = (1, 2, 4)
 _MAX_STAGES = 12
@@ -69,13 +57,29 @@ _MANY_TOKENS = 32
 _ORDER_OF_ALL = (4, 1, 16)
 """A summation order that every tile_m has candidates for, so that batch invariance is possible."""
 
-_SMALLEST = {tile_m: FusedAGemmConfig(tile_m, 16, 64, 2, 2, 4, 1, 1, 1) for tile_m in _SHAPES}
+_TILES_M = (*_FEW_COPY_WARPS, *_SHAPES)
+
+_SMALLEST = {tile_m: FusedAGemmConfig(tile_m, 16, 64, 2, 2, 4, 1, 1, 1) for tile_m in _TILES_M}
 """What fits any GPU, should nothing else."""
 
 
 def tile_m_of(num_tokens: int) -> int:
     """Return the number of tokens that a block computes for a call's."""
-    return next(tile for tile in _SHAPES if tile >= num_tokens)
+    return next(tile for tile in _TILES_M if tile >= num_tokens)
+
+
+def _shapes(tile_m: int, k: int) -> Iterable[tuple[int, ...]]:
+    """Return the tiles and warps to try, as ``_SHAPES`` has them."""
+    if tile_m not in _FEW_COPY_WARPS:
+        return _SHAPES[tile_m]
+    # Three stages or more in a row of the weight, and not so many that barriers take the time.
+    tile_ks = (512, 256) if k >= 1024 else (256, 128) if k >= 512 else (128,)
+    return (
+        (tile_n, tile_k, warps_k, 1, copy_warps)
+        for tile_n, tile_k, warps_k, copy_warps in itertools.product(
+            _FEW_TILE_N, tile_ks, _FEW_WARPS_K, _FEW_COPY_WARPS[tile_m]
+        )
+    )
 
 
 def candidates(n: int, k: int, num_tokens: int, device: DeviceInfo) -> tuple[FusedAGemmConfig, ...]:
@@ -93,7 +97,7 @@ def candidates(n: int, k: int, num_tokens: int, device: DeviceInfo) -> tuple[Fus
     """
     tile_m = tile_m_of(num_tokens)
     found = []
-    for tile_n, tile_k, warps_k, warps_n, copy_warps, *mma_rows in _SHAPES[tile_m]:
+    for tile_n, tile_k, warps_k, warps_n, copy_warps, *mma_rows in _shapes(tile_m, k):
         while tile_k > max(k, 64):
             tile_k //= 2
         for split_k in _SPLITS:
