@@ -91,14 +91,15 @@ def candidates(n: int, k: int, num_tokens: int, device: DeviceInfo) -> tuple[Ski
 
 
 def _possible(n: int, k: int, num_tokens: int) -> list[SkinnyGemmConfig]:
-    """Return what is valid and gives every thread and every output something to do."""
+    """Return what is valid and has something to do for most threads, vectors and outputs."""
     found = [
         config
         for numbers in itertools.product(_BLOCK_SIZES, _OUTPUTS, _UNROLLS, VECTOR_WIDTHS)
         for config in (SkinnyGemmConfig(num_tokens, *numbers),)
         if config.is_valid()
         and config.outputs_per_block <= n
-        and config.block_size * config.k_unroll * config.vector_width <= 2 * k
+        and config.block_size * config.vector_width <= 2 * k
+        and config.block_size * config.vector_width * (config.k_unroll - 1) < k
     ]
     return found or [SkinnyGemmConfig(num_tokens, *_SMALLEST)]
 
@@ -120,8 +121,8 @@ def estimate_us(config: SkinnyGemmConfig, n: int, k: int, device: DeviceInfo) ->
 
     A multiprocessor has four things to do at once, and the slowest counts most: its share of the
     weight at the speed of memory; the same with as many bytes in flight as its blocks hold, each
-    block for as long as its rounds take; instructions; and what comes through L1. Then what starting
-    the resident blocks takes, one after the other, and a block at its ends.
+    block for as long as its rounds take; instructions; and what comes through L1. To that come the
+    start of the resident blocks, one after the other, and what a block takes at its ends.
 
     Args:
         config: the configuration.
