@@ -48,6 +48,9 @@ _PUBLIC = {1: _FEW_ROWS, 2: _TWO_ROWS}
 found fast on GPUs of other kinds; what is not listed has ``_MORE_ROWS``."""
 
 _NUM_CANDIDATES, _PUBLIC_CANDIDATES = 8, 3
+_WORTH_A_TRY = 1.3
+"""A public setting is one up to this many times the model's best time."""
+
 _OF_ONE_BLOCK_SIZE, _OF_ONE_OUTPUTS = 2, 3
 
 _SMALLEST = (32, 1, 1, 8)
@@ -68,11 +71,11 @@ def candidates(n: int, k: int, num_tokens: int, device: DeviceInfo) -> tuple[Ski
         num_tokens: rows of x, from 1 to 8.
         device: the GPU.
     """
-    ranked = sorted(
-        _possible(n, k, num_tokens), key=lambda config: estimate_us(config, n, k, device)
-    )
+    times = {config: estimate_us(config, n, k, device) for config in _possible(n, k, num_tokens)}
+    ranked = sorted(times, key=times.__getitem__)
     public = {SkinnyGemmConfig(num_tokens, *s) for s in _PUBLIC.get(num_tokens, _MORE_ROWS)}
-    known = [config for config in ranked if config in public][:_PUBLIC_CANDIDATES]
+    limit = _WORTH_A_TRY * times[ranked[0]]
+    known = [c for c in ranked if c in public and times[c] < limit][:_PUBLIC_CANDIDATES]
     found = list(dict.fromkeys((ranked[0], *known)))
     sizes = Counter(config.block_size for config in found)
     outputs = Counter(config.outputs_per_block for config in found)
