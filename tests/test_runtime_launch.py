@@ -287,10 +287,7 @@ def test_variants() -> None:
 
 # --- The table and the choice --------------------------------------------------------------------
 
-TABLES = sorted(
-    (path for path in resources.files("k3cupy.ops").joinpath("tables").iterdir()),
-    key=lambda path: path.name,
-)
+TABLES = sorted(Path(str(resources.files("k3cupy.ops"))).joinpath("tables").rglob("*.json"))
 TABLE = json.loads(resources.files("k3cupy.ops").joinpath("tables/mla_decode.json").read_text())
 GPUS = list(TABLE["gpus"])
 

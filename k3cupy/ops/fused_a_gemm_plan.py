@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from k3cupy.ops import checks, cuda_call
+from k3cupy.ops import checks, gemm_plan
 from k3cupy.ops.arguments import Values
 from k3cupy.ops.decision import Decision
 from k3cupy.ops.fused_a_gemm_choice import choose
@@ -18,6 +18,7 @@ from k3cupy.ops.gemm_validate import Form
 from k3cupy.ops.plan_cache import Plan
 from k3cupy.reference.fused_a_gemm import fused_a_gemm_reference
 from k3cupy.runtime import devices
+from k3cupy.runtime.devices import DeviceInfo
 
 
 @dataclass(frozen=True)
@@ -44,27 +45,14 @@ def decide(problem: FusedAGemmProblem, options: Options) -> Decision:
         ValueError: the caller's configuration cannot compute it on this GPU.
     """
     x = problem.x
-    if not x.is_cuda:
-        check_config(options.config, problem.num_tokens)
-        return Decision("reference", None, None, False, "the tensors are on the CPU")
-    device = devices.info(x.device_index)
+    device = devices.info(x.device_index) if x.is_cuda else None
     config = check_config(options.config, problem.num_tokens, device)
-    pdl = cuda_call.has_pdl(device.index, options.pdl)
-    if problem.num_tokens == 0:
-        return Decision("cuda", None, None, pdl, "no tokens: nothing is launched")
-    if config is not None:
-        reason = "the caller named the configuration"
-    else:
-        config, reason = choose(
-            problem.n,
-            problem.k,
-            problem.num_tokens,
-            device,
-            batch_invariant=options.batch_invariant,
-        )
-    if problem.slow_reason is not None:
-        reason += f"; x element by element, not 128-bit, because {problem.slow_reason}"
-    return Decision("cuda", config, config.name_expression(problem.variant), pdl, reason)
+
+    def choice(device: DeviceInfo) -> tuple[FusedAGemmConfig, str]:
+        invariant = options.batch_invariant
+        return choose(problem.n, problem.k, problem.num_tokens, device, batch_invariant=invariant)
+
+    return gemm_plan.decide(problem, problem.variant, options.pdl, config, choice)
 
 
 def make_plan(form: Form, values: Values, options: Options, stream: Any) -> Plan:

@@ -12,9 +12,11 @@ import numpy.typing as npt
 
 from k3cupy.ops import outputs
 from k3cupy.ops.arguments import Values
-from k3cupy.ops.cuda_call import CudaOutput, CudaPlace
+from k3cupy.ops.cuda_call import CudaOutput, CudaPlace, has_pdl
+from k3cupy.ops.decision import Decision
 from k3cupy.ops.gemm_validate import OUT, RESIDUAL, RESIDUAL_NAME, WEIGHT, GemmProblem, X
-from k3cupy.runtime import launch, streams, tensors
+from k3cupy.runtime import devices, launch, streams, tensors
+from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.instances import Instance
 from k3cupy.runtime.tensors import TensorView
 
@@ -56,6 +58,37 @@ def row_stride(v: TensorView | None, packed: int = 0) -> int:
     if v is None:
         return packed
     return v.strides[0] if v.shape[0] > 1 else 0
+
+
+def decide(
+    problem: GemmProblem,
+    variant: Any,
+    pdl: bool | None,
+    config: Any,
+    choose: Callable[[DeviceInfo], tuple[Any, str]],
+) -> Decision:
+    """Choose backend and configuration for a validated call.
+
+    Args:
+        problem: the validated call.
+        variant: which kernel its arguments ask for.
+        pdl: programmatic dependent launch; None for on where the GPU has it.
+        config: the caller's, checked, or None.
+        choose: gives the package's own choice for a GPU, and the reason in words.
+    """
+    if not problem.x.is_cuda:
+        return Decision("reference", None, None, False, "the tensors are on the CPU")
+    device = devices.info(problem.x.device_index)
+    with_pdl = has_pdl(device.index, pdl)
+    if problem.num_tokens == 0:
+        return Decision("cuda", None, None, with_pdl, "no tokens: nothing is launched")
+    if config is not None:
+        reason = "the caller named the configuration"
+    else:
+        config, reason = choose(device)
+    if problem.slow_reason is not None:
+        reason += f"; x element by element, not 128-bit, because {problem.slow_reason}"
+    return Decision("cuda", config, config.name_expression(variant), with_pdl, reason)
 
 
 class ReferencePlan:

@@ -48,6 +48,9 @@ _PUBLIC = {1: _FEW_ROWS, 2: _TWO_ROWS}
 found fast on GPUs of other kinds; what is not listed has ``_MORE_ROWS``."""
 
 _NUM_CANDIDATES, _PUBLIC_CANDIDATES = 8, 3
+_WORTH_A_TRY = 1.3
+"""A public setting is one up to this many times the model's best time."""
+
 _OF_ONE_BLOCK_SIZE, _OF_ONE_OUTPUTS = 2, 3
 
 _SMALLEST = (32, 1, 1, 8)
@@ -59,8 +62,8 @@ def candidates(n: int, k: int, num_tokens: int, device: DeviceInfo) -> tuple[Ski
     """Return the configurations worth measuring for a product on a GPU, the likeliest first.
 
     The model's best, the three of the public settings that it puts first, and what follows in its
-    order, not more than two of one block size and three of one number of outputs: near its optimum
-    the model knows less than a measurement.
+    order: not more than two of one block size and three of one number of outputs, as long as there
+    are others. Near its optimum the model knows less than a measurement.
 
     Args:
         n: rows of the weight.
@@ -68,35 +71,38 @@ def candidates(n: int, k: int, num_tokens: int, device: DeviceInfo) -> tuple[Ski
         num_tokens: rows of x, from 1 to 8.
         device: the GPU.
     """
-    ranked = sorted(
-        _possible(n, k, num_tokens), key=lambda config: estimate_us(config, n, k, device)
-    )
+    times = {config: estimate_us(config, n, k, device) for config in _possible(n, k, num_tokens)}
+    ranked = sorted(times, key=times.__getitem__)
     public = {SkinnyGemmConfig(num_tokens, *s) for s in _PUBLIC.get(num_tokens, _MORE_ROWS)}
-    known = [config for config in ranked if config in public][:_PUBLIC_CANDIDATES]
+    limit = _WORTH_A_TRY * times[ranked[0]]
+    known = [c for c in ranked if c in public and times[c] < limit][:_PUBLIC_CANDIDATES]
     found = list(dict.fromkeys((ranked[0], *known)))
+    sizes = Counter(config.block_size for config in found)
+    outputs = Counter(config.outputs_per_block for config in found)
+    alike = []
     for config in ranked:
-        sizes = Counter(each.block_size for each in found)
-        outputs = Counter(each.outputs_per_block for each in found)
-        if len(found) == _NUM_CANDIDATES:
-            break
-        if (
-            config not in found
-            and sizes[config.block_size] < _OF_ONE_BLOCK_SIZE
-            and outputs[config.outputs_per_block] < _OF_ONE_OUTPUTS
-        ):
+        if config in found:
+            continue
+        size, count = config.block_size, config.outputs_per_block
+        if sizes[size] < _OF_ONE_BLOCK_SIZE and outputs[count] < _OF_ONE_OUTPUTS:
+            sizes[size] += 1
+            outputs[count] += 1
             found.append(config)
-    return tuple(sorted(found, key=ranked.index))
+        else:
+            alike.append(config)
+    return tuple(sorted((*found, *alike)[:_NUM_CANDIDATES], key=ranked.index))
 
 
 def _possible(n: int, k: int, num_tokens: int) -> list[SkinnyGemmConfig]:
-    """Return what is valid and gives every thread and every output something to do."""
+    """Return what is valid and has something to do for most threads, vectors and outputs."""
     found = [
         config
         for numbers in itertools.product(_BLOCK_SIZES, _OUTPUTS, _UNROLLS, VECTOR_WIDTHS)
         for config in (SkinnyGemmConfig(num_tokens, *numbers),)
         if config.is_valid()
         and config.outputs_per_block <= n
-        and config.block_size * config.k_unroll * config.vector_width < 2 * k
+        and config.block_size * config.vector_width <= 2 * k
+        and config.block_size * config.vector_width * (config.k_unroll - 1) < k
     ]
     return found or [SkinnyGemmConfig(num_tokens, *_SMALLEST)]
 
@@ -109,6 +115,7 @@ _L1_BYTES_A_NS = 110.0
 _LANES_A_NS = 150.0
 _BEGIN_NS, _LATENCY_NS, _END_NS = 150.0, 750.0, 250.0
 _SUM_NS, _WARP_NS = 4.0, 6.0
+_START_NS = 10.0
 _OVERLAP = 4
 
 
@@ -117,8 +124,8 @@ def estimate_us(config: SkinnyGemmConfig, n: int, k: int, device: DeviceInfo) ->
 
     A multiprocessor has four things to do at once, and the slowest counts most: its share of the
     weight at the speed of memory; the same with as many bytes in flight as its blocks hold, each
-    block for as long as its rounds take; instructions; and what comes through L1. Then what a block
-    takes at its ends.
+    block for as long as its rounds take; instructions; and what comes through L1. To that come the
+    start of the resident blocks, one after the other, and what a block takes at its ends.
 
     Args:
         config: the configuration.
@@ -141,7 +148,7 @@ def estimate_us(config: SkinnyGemmConfig, n: int, k: int, device: DeviceInfo) ->
     work = slots * lanes / _LANES_A_NS
     near = per_sm * 2 * k * (rows + outputs) / _L1_BYTES_A_NS
     together: float = sum(t**_OVERLAP for t in (memory, stream, work, near)) ** (1 / _OVERLAP)
-    return (together + ends) / 1000
+    return (together + ends + _START_NS * resident) / 1000
 
 
 # --- The tables -----------------------------------------------------------------------------------

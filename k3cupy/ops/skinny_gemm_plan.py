@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from k3cupy.ops import checks, cuda_call
+from k3cupy.ops import checks, gemm_plan
 from k3cupy.ops.arguments import Values
 from k3cupy.ops.decision import Decision
 from k3cupy.ops.gemm_plan import CudaPlan, Kernel, ReferencePlan, row_stride
@@ -16,7 +16,7 @@ from k3cupy.ops.skinny_gemm_choice import choose
 from k3cupy.ops.skinny_gemm_config import SkinnyGemmConfig
 from k3cupy.ops.skinny_gemm_validate import SkinnyGemmProblem, check_config, validate
 from k3cupy.reference.skinny_gemm import skinny_gemm_reference
-from k3cupy.runtime import devices
+from k3cupy.runtime.devices import DeviceInfo
 
 
 @dataclass(frozen=True)
@@ -40,21 +40,12 @@ def decide(problem: SkinnyGemmProblem, options: Options) -> Decision:
     Raises:
         ValueError: the caller's configuration cannot compute it.
     """
-    x = problem.x
     config = check_config(options.config, problem.num_tokens)
-    if not x.is_cuda:
-        return Decision("reference", None, None, False, "the tensors are on the CPU")
-    device = devices.info(x.device_index)
-    pdl = cuda_call.has_pdl(device.index, options.pdl)
-    if problem.num_tokens == 0:
-        return Decision("cuda", None, None, pdl, "no tokens: nothing is launched")
-    if config is not None:
-        reason = "the caller named the configuration"
-    else:
-        config, reason = choose(problem.n, problem.k, problem.num_tokens, device)
-    if problem.slow_reason is not None:
-        reason += f"; x element by element, not 128-bit, because {problem.slow_reason}"
-    return Decision("cuda", config, config.name_expression(problem.variant), pdl, reason)
+
+    def choice(device: DeviceInfo) -> tuple[SkinnyGemmConfig, str]:
+        return choose(problem.n, problem.k, problem.num_tokens, device)
+
+    return gemm_plan.decide(problem, problem.variant, options.pdl, config, choice)
 
 
 def make_plan(values: Values, options: Options, stream: Any) -> Plan:
