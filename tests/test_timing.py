@@ -20,10 +20,18 @@ def product_and_weight(device: str, *, residual: bool = False) -> tuple[Product,
     return product, torch.randn(96, 256, device=device, dtype=BF16)
 
 
-@pytest.mark.parametrize("residual", [False, True])
-def test_the_frameworks_product_is_right(device: str, residual: bool) -> None:
-    product, weight = product_and_weight(device, residual=residual)
+def test_the_frameworks_product_is_right(device: str) -> None:
+    product, weight = product_and_weight(device)
     assert product.check(lambda w: product.out.copy_(product.linear(w)), weight) is None
+
+
+def test_the_frameworks_sum_is_right_but_for_a_second_rounding(device: str) -> None:
+    """On a GPU it may round the product before it adds the residual."""
+    product, weight = product_and_weight(device, residual=True)
+    assert product.residual is not None
+    want = product.x.double() @ weight.double().T + product.residual.double()
+    off = product.linear(weight).double() - want
+    assert float(off.norm() / want.norm()) < 5e-3
 
 
 def test_the_strided_input_has_the_same_values(device: str) -> None:
