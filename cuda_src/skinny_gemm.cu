@@ -123,6 +123,7 @@ __global__ void __launch_bounds__(kBlockSize, kBlocksPerSm)
       }
     }
   };
+#pragma unroll 1  // the registers of a round are what the host counts on
   for (unsigned int begin = threadIdx.x; begin < vectors; begin += kRound) {
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {

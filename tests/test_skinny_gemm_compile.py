@@ -92,7 +92,7 @@ def code_problems(program: list[Instruction], instance: Reached, arch: str) -> l
     problems = [f"local memory: {i}" for i in program if i.is_local]
     suffix = f".{16 * config.vector_width}"
     weights, in_flight = weight_loads(program), config.k_unroll * config.outputs_per_block
-    if len(weights) < 2 * in_flight or not all(i.opcode.endswith(suffix) for i in weights):
+    if len(weights) != 2 * in_flight or not all(i.opcode.endswith(suffix) for i in weights):
         problems.append(f"the weight does not come by {suffix} loads: {list(map(str, weights))}")
     others = [i.opcode for i in program if i.base == "LDG" and i not in weights]
     single = [opcode for opcode in others if opcode.endswith(".U16")]

@@ -29,7 +29,6 @@ _REGISTERS_OF_LANE = 512
 _MAX_REGISTERS = 248
 _REGISTER_STEP = 8
 _REGISTERS_BESIDE_VALUES = 14
-_FEWEST_REGISTERS = 56
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class SkinnyGemmConfig:
         sums = self.num_rows * self.outputs_per_block
         addresses = 3 * self.outputs_per_block + 2 * self.num_rows
         needed = values + sums + addresses + _REGISTERS_BESIDE_VALUES
-        return max(-(-needed // _REGISTER_STEP) * _REGISTER_STEP, _FEWEST_REGISTERS)
+        return -(-needed // _REGISTER_STEP) * _REGISTER_STEP
 
     @property
     def blocks_per_sm(self) -> int:
