@@ -79,8 +79,9 @@ def low_latency_linear(
 ) -> Any:
     """Return ``x @ weight.T (+ residual)``: from a kernel of ours, else by the framework's linear.
 
-    The framework's is ``torch.nn.functional.linear``, with a residual ``torch.addmm``; for CuPy,
-    NumPy and JAX a product in float32 with one rounding. It runs where it was measured to be
+    The framework's is ``torch.nn.functional.linear``, with a residual ``torch.addmm``, which on a
+    GPU may round the product before it adds; for CuPy, NumPy and JAX a product in float32 with one
+    rounding. It runs where it was measured to be
     faster, and for whatever our kernels do not take: other types, shapes, layouts and devices, and
     tensors that autograd follows.
 
