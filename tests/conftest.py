@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+# Before anything imports distutils, which setuptools replaces: PyTorch's compiler needs the new one.
+with contextlib.suppress(ImportError):
+    import setuptools  # noqa: F401
 import pytest
 import torch
 

@@ -142,10 +142,10 @@ def prepare(
     wanted = targets(tuple(shapes), counts, residual=residual)
     if sources.overridden() is not None:
         checks.reject(
-            "K3CUPY_SOURCE_DIR",
+            "sources",
             "the kernels of the package, which a measurement is kept for",
             f"edited ones in {sources.overridden()}",
-            "Unset it, or compare with `python -m k3cupy bench linear`",
+            "Unset K3CUPY_SOURCE_DIR or leave source_dir(), or compare with `python -m k3cupy bench linear`",
         )
     gpu = devices.info(devices.ordinal_of(device))
     entries = gemm_cache.read(gemm_cache.path_of(gpu), gpu.name)
