@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-# Before anything imports distutils, which setuptools replaces: PyTorch's compiler needs the new one.
+# Before anything imports distutils, which it replaces: PyTorch's compiler needs the new one.
 with contextlib.suppress(ImportError):
     import setuptools  # noqa: F401
 import pytest

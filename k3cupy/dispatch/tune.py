@@ -145,7 +145,8 @@ def prepare(
             "sources",
             "the kernels of the package, which a measurement is kept for",
             f"edited ones in {sources.overridden()}",
-            "Unset K3CUPY_SOURCE_DIR or leave source_dir(), or compare with `python -m k3cupy bench linear`",
+            "Unset K3CUPY_SOURCE_DIR or leave source_dir(), or compare with `python -m k3cupy "
+            "bench linear`",
         )
     gpu = devices.info(devices.ordinal_of(device))
     entries = gemm_cache.read(gemm_cache.path_of(gpu), gpu.name)
