@@ -39,7 +39,7 @@ FOUNDING = [
 
 
 @pytest.mark.parametrize(("case", "tokens"), FOUNDING)
-def test_case01_the_founding_slices_reach_fused_a(
+def test_case01_the_founding_slices_reach_a_kernel(
     case: projections.StridedCase, tokens: int
 ) -> None:
     """A column slice of a wider tensor, one row or many, is no reason to fall back."""
@@ -50,7 +50,8 @@ def test_case01_the_founding_slices_reach_fused_a(
         address=ADDRESS + 2 * case.offset,
     )
     found = decided(x, view(case.n, case.k))
-    assert found.backend == "fused_a"
+    assert found.backend in ("fused_a", "skinny")
+    assert found.backend == "fused_a" or tokens <= 8
     assert found.source == "shipped"
     assert found.config is not None
     assert (found.n, found.k, found.num_tokens) == (case.n, case.k, tokens)
@@ -77,7 +78,7 @@ ACCEPTED: dict[str, dict[str, TensorView]] = {
 
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_accepted(name: str) -> None:
-    assert decided(**ACCEPTED[name]).backend == "fused_a"
+    assert not decided(**ACCEPTED[name]).is_fallback
 
 
 # What falls back, and why
@@ -263,9 +264,15 @@ def test_a_measured_plan_says_its_times() -> None:
         f"measured on NVIDIA H200 at M = {entry.tokens}: {entry.chosen_us:.2f} us, F.linear "
         f"{entry.linear_us:.2f} us"
     )
-    with_residual = plans.plan(N, K, 4, H200, has_residual=True)
-    assert with_residual.config == found.config
-    assert f"M = {entry.tokens}, without the residual: " in with_residual.reason
+
+
+def test_a_plan_without_the_residual_stands_in() -> None:
+    """Where the residual was not measured, the reason says so."""
+    entry = gemm_tables.entry(3072, K, 16, H200, residual=True)
+    assert entry is not None and not entry.residual
+    found = plans.plan(3072, K, 16, H200, has_residual=True)
+    assert found.config == plans.plan(3072, K, 16, H200).config
+    assert f"M = {entry.tokens}, without the residual: " in found.reason
 
 
 def test_the_user_cache_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,7 +387,7 @@ def test_backends_have_names() -> None:
 
 def test_select_backend() -> None:
     select = k3cupy.select_backend
-    assert select(1, 2112, 7168, device=H200) == "fused_a"
+    assert select(16, 2112, 7168, device=H200) == "fused_a"
     assert select(60, 7168, 3584, device=H200) is None
     assert select(3, 3072, 7168, device=B300) == "skinny"
     assert select(1, 2112, 7168, device=A100, has_residual=True) == "skinny"
@@ -402,7 +409,7 @@ def test_devices_by_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpu(monkeypatch)
     monkeypatch.setattr(devices, "info", lambda index: replace(H200, index=index))
     for device in (None, 0, "cuda", "cuda:0", torch.device("cuda"), torch.device("cuda:0")):
-        assert k3cupy.select_backend(1, 2112, 7168, device=device) == "fused_a"
+        assert k3cupy.select_backend(16, 2112, 7168, device=device) == "fused_a"
     for device in (1, -1, "cuda:1", "cpu", "cuda:x", torch.device("cpu"), 0.5):
         with pytest.raises(ValueError, match=r"^device: expected a GPU ordinal below 1"):
             k3cupy.select_backend(1, 2112, 7168, device=device)

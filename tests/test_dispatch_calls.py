@@ -139,13 +139,13 @@ def test_tensors_without_memory() -> None:
 
 
 def test_a_call_reaches_the_kernel_of_the_plan(gpu: DispatchDevice) -> None:
-    x, weight = inputs(4, N, K)
-    wanted = plan(N, K, 4, H200)
+    x, weight = inputs(16, N, K)
+    wanted = plan(N, K, 16, H200)
     assert k3cupy.explain_low_latency_gemm(x, weight) == wanted
     assert wanted.backend == "fused_a"
     assert len(k3cupy.dispatch_report()) == 0, "explaining counts nothing"
     out = k3cupy.try_low_latency_gemm(x, weight)
-    assert out.shape == (4, N)
+    assert out.shape == (16, N)
     variant = k3cupy.FusedAGemmVariant()
     assert gpu.loaded == [wanted.config.name_expression(variant)]
     ((_, arguments),) = gpu.launches
@@ -168,24 +168,26 @@ def test_a_repeated_call_is_one_look_up(
 
 
 def test_promises_residual_and_layout_reach_the_instance(gpu: DispatchDevice) -> None:
-    x, weight = inputs(4, N, K, strides=(6288, 1))
-    k3cupy.low_latency_linear(x, weight, normal((4, N), 3), weight_is_static=True)
+    x, weight = inputs(16, N, K, strides=(6288, 1))
+    k3cupy.low_latency_linear(x, weight, normal((16, N), 3), weight_is_static=True)
     variant = k3cupy.FusedAGemmVariant(False, True, True, True)
-    assert gpu.loaded == [plan(N, K, 4, H200).config.name_expression(variant)]
+    wanted = plan(N, K, 16, H200, has_residual=True)
+    assert gpu.loaded == [wanted.config.name_expression(variant)]
 
 
 def test_skinny_is_reached(
     gpu: DispatchDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A new measurement takes effect once tables are read anew, and what it named goes with it."""
-    x, weight = inputs(4, N, K)
-    residual = normal((4, N), 3)
+    n, k = 2112, 7168
+    x, weight = inputs(4, n, k)
+    residual = normal((4, n), 3)
     assert "fused_a" in str(k3cupy.explain_low_latency_gemm(x, weight))
     k3cupy.low_latency_linear(x, weight)
-    entry = measured(4, n=N, k=K, skinny_us=1.0)
+    entry = measured(4, n=n, k=k, skinny_us=1.0)
     with user_cache(tmp_path, monkeypatch, entry):
         k3cupy.low_latency_linear(x, weight, residual, weight_is_static=True)
-        config = second(4, "skinny", N, K)
+        config = second(4, "skinny", n, k)
         variant = k3cupy.SkinnyGemmVariant(has_residual=True, weight_is_static=True)
         assert gpu.loaded[1:] == [config.name_expression(variant)]
         ((_, arguments),) = gpu.launches[1:]
@@ -296,7 +298,7 @@ def test_a_kernel_that_cannot_be_built_here_falls_back(
 
     monkeypatch.setattr(cuda_call.CudaPlace, "load", missing)
     x, weight = inputs(4, N, K)
-    with pytest.warns(UserWarning, match="fused_a cannot run: the CUDA headers"):
+    with pytest.warns(UserWarning, match="cannot run: the CUDA headers"):
         assert k3cupy.try_low_latency_gemm(x, weight) is None
     assert only_row().decision.reason == "the CUDA headers were not found"
 

@@ -23,6 +23,7 @@ from toolchain_helpers import (
 from k3cupy import projections
 from k3cupy.ops.fused_a_gemm_choice import choose, shipped_configs
 from k3cupy.ops.fused_a_gemm_config import SOURCE, FusedAGemmConfig, FusedAGemmVariant
+from k3cupy.ops.gemm_tables import TOKENS
 from k3cupy.runtime import sources
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import CompileError
@@ -74,7 +75,7 @@ def reached(arch: str) -> tuple[Reached, ...]:
     configs = dict.fromkeys(
         choose(p.n, p.k, tokens, gpu, batch_invariant=invariant)[0]
         for p in projections.shapes()
-        for tokens in range(1, 65)
+        for tokens in TOKENS
         for invariant in (False, True)
     )
     return tuple(Reached(config, variant) for config in configs for variant in VARIANTS)
@@ -86,7 +87,8 @@ def wanted_today(arch: str, part: int) -> list[Reached]:
     today = datetime.date.today().toordinal() % days
     print(f"{arch}: share {today + 1} of {days}")
     always = [Reached(config, VARIANTS[0]) for config in shipped_configs() if arch == "sm_90"]
-    return list(dict.fromkeys((*always[part::parts], *everything[today::days][part::parts])))
+    found = dict.fromkeys((*always[part::parts], *everything[today::days][part::parts]))
+    return [instance for instance in found if not instance.config.needs_warpgroups]
 
 
 def code_problems(
@@ -184,28 +186,38 @@ def test_a_residual_is_loaded_behind_a_wait(static: bool) -> None:
         assert loads[-1] < barriers[-1], "they are on their way while others multiply"
 
 
-@pytest.mark.parametrize("config", WARPGROUPS, ids=str)
-def test_products_of_a_warpgroup(config: FusedAGemmConfig) -> None:
+def check_products_of_a_warpgroup(wanted: list[Reached]) -> None:
     """They run on by themselves: no product waits for the one before it."""
-    assert config.is_valid()
-    names = {variant: config.name_expression(variant) for variant in VARIANTS}
-    cubin = compile_cubin(SOURCE, list(names.values()), "sm_90a")
+    cubin = compile_cubin(SOURCE, [instance.name for instance in wanted], "sm_90a")
     if not HAS_DISASSEMBLER:
         pytest.skip(NO_DISASSEMBLER)
     resources, programs = resources_of(cubin.code), sass_of(cubin.code)
-    for variant, name in names.items():
-        symbol = cubin.symbols[name]
+    for instance in wanted:
+        config, symbol = instance.config, cubin.symbols[instance.name]
         program, used = programs[symbol], resources[symbol]
-        assert not code_problems(program, variant, "sm_90a", "HGMMA")
-        assert not used.stack
-        assert not used.local
-        assert used.registers * config.block_size <= REGISTERS
+        assert not code_problems(program, instance.variant, "sm_90a", "HGMMA"), instance.name
+        assert not used.stack, instance.name
+        assert not used.local, instance.name
+        assert used.registers * config.block_size <= REGISTERS, instance.name
         assert "LDSM" not in {i.base for i in program}
         products = sum(i.base == "HGMMA" for i in program)
         waits = sum(i.opcode.startswith("WARPGROUP.DEPBAR") for i in program)
         per_stage = config.tile_k // 16 // config.warps_k * config.tile_n // 16 // config.warps_n
-        assert products % per_stage == 0
-        assert waits <= products // per_stage + 1
+        assert products % per_stage == 0, instance.name
+        assert waits <= products // per_stage + 1, instance.name
+
+
+@pytest.mark.parametrize("config", WARPGROUPS, ids=str)
+def test_products_of_a_warpgroup(config: FusedAGemmConfig) -> None:
+    assert config.is_valid()
+    check_products_of_a_warpgroup([Reached(config, variant) for variant in VARIANTS])
+
+
+def test_products_of_a_warpgroup_that_the_table_names() -> None:
+    named = [config for config in shipped_configs() if config.needs_warpgroups]
+    by_name = {Reached(config, VARIANTS[0]).name: Reached(config, VARIANTS[0]) for config in named}
+    assert by_name
+    check_products_of_a_warpgroup(list(by_name.values()))
 
 
 def test_products_of_a_warpgroup_need_their_architecture() -> None:

@@ -34,6 +34,12 @@ __device__ __forceinline__ unsigned int to_e4m3_by_bits(float value) {
   return magnitude > kInfinity ? 0x7fu : code;
 }
 
+#if __CUDA_ARCH__ >= 890
+constexpr bool kHasFp8Instruction = true;
+#else
+constexpr bool kHasFp8Instruction = false;
+#endif
+
 // Two codes, `low` in the lower byte.
 __device__ __forceinline__ unsigned int to_e4m3x2(float low, float high) {
 #if __CUDA_ARCH__ >= 890

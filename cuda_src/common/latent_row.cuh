@@ -88,19 +88,19 @@ template <typename T, bool kVector>
 __device__ __forceinline__ void store_tile_chunks(char* row, int lane, float amax,
                                                   const Chunk (&chunk)[2]) {
   const TileScale tile(amax);
+  char* place = row + lane * 2 * kChunkElements;
   uint2 codes[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     float value[kChunkElements];
     widen<T>(chunk[i], value);
     codes[i] = to_e4m3(value, tile.inverse);
+    if constexpr (!kVector || !kHasFp8Instruction) {
+      store_codes<kVector>(place + i * kChunkElements, codes[i]);
+    }
   }
-  char* place = row + lane * 2 * kChunkElements;
-  if constexpr (kVector) {
+  if constexpr (kVector && kHasFp8Instruction) {
     *reinterpret_cast<uint4*>(place) = make_uint4(codes[0].x, codes[0].y, codes[1].x, codes[1].y);
-  } else {
-    store_codes<false>(place, codes[0]);
-    store_codes<false>(place + kChunkElements, codes[1]);
   }
   if (lane % kTileLanes == 0) {
     store_float<kVector>(row + kTileScaleOffset + 4 * (lane / kTileLanes), tile.scale);
