@@ -13,6 +13,7 @@ with contextlib.suppress(ImportError):
     import setuptools  # noqa: F401
 import pytest
 import torch
+from gemm_helpers import GEMMS, Gemm
 
 import k3cupy
 
@@ -41,6 +42,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def device(request: pytest.FixtureRequest) -> str:
     """Each behaviour test runs on the CPU and, where there is a GPU, on it."""
     return str(request.param)
+
+
+@pytest.fixture(params=GEMMS)
+def gemm(request: pytest.FixtureRequest) -> Gemm:
+    """Each of the GEMMs in turn, for what both of them promise."""
+    return GEMMS[request.param]
 
 
 @pytest.fixture(autouse=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import oracle
+import pytest
 import torch
 from helpers import BF16, FP16, Guarded, check_guards, guarded
 
@@ -131,3 +133,62 @@ def run_and_check(
     for tensor, bits in zip(read, saved, strict=True):
         oracle.assert_same_bits(oracle.bits(tensor), bits, "input")
     return out
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """One of the GEMMs, looked up at call time, with what tells its limits from the other's.
+
+    The two agree on the names of arguments, not on their order: tests of both name all that
+    follows x and weight. `tokens` are some numbers of rows, the most at the end; `odd_tokens`
+    fill no tile.
+    """
+
+    name: str
+    tokens: tuple[int, ...]
+    odd_tokens: int
+    k_multiple: int
+    dtypes: tuple[torch.dtype, ...]
+    flags: tuple[str, ...]
+
+    @property
+    def max_tokens(self) -> int:
+        return self.tokens[-1]
+
+    def __call__(self, x: Any, weight: Any, **options: Any) -> Any:
+        return getattr(k3cupy, self.name)(x, weight, **options)
+
+    def explain(self, x: Any, weight: Any, **options: Any) -> Any:
+        return getattr(k3cupy, f"explain_{self.name}")(x, weight, **options)
+
+    def run_and_check(self, x: Any, weight: Any, **options: Any) -> torch.Tensor:
+        return run_and_check(x, weight, operation=self, **options)
+
+
+FUSED_A = Gemm(
+    "fused_a_gemm",
+    tokens=(1, 16, 33, 64),
+    odd_tokens=9,
+    k_multiple=16,
+    dtypes=(BF16,),
+    flags=("pdl", "weight_is_static", "batch_invariant"),
+)
+SKINNY = Gemm(
+    "skinny_gemm",
+    tokens=(1, 4, 5, 8),
+    odd_tokens=7,
+    k_multiple=8,
+    dtypes=(BF16, FP16),
+    flags=("pdl", "weight_is_static"),
+)
+GEMMS = {gemm.name: gemm for gemm in (FUSED_A, SKINNY)}
+GEMMS_AND_TOKENS = [
+    pytest.param(gemm, tokens, id=f"{name}-{tokens}")
+    for name, gemm in GEMMS.items()
+    for tokens in gemm.tokens
+]
+GEMMS_AND_DTYPES = [
+    pytest.param(gemm, dtype, id=f"{name}-{str(dtype)[6:]}")
+    for name, gemm in GEMMS.items()
+    for dtype in gemm.dtypes
+]

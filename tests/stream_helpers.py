@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+
+import k3cupy
 
 SLEEP_CYCLES = 300_000
 
@@ -39,6 +42,18 @@ def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     with torch.cuda.graph(graph):
         result = run()
     return graph, result
+
+
+def assert_capture_asks_for_a_warmup(run: Callable[[], Any]) -> None:
+    """A call whose kernel is not loaded is refused in a capture, which goes on without it."""
+    torch.cuda.synchronize()
+    gc.collect()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.zeros(1, device="cuda")
+        with pytest.raises(k3cupy.CaptureError, match="warmup"):
+            run()
+    torch.cuda.synchronize()
 
 
 STREAM_FORMS = (by_handle, by_protocol, by_cuda_core)
