@@ -189,40 +189,6 @@ def test_in_place_again_and_again(device: str) -> None:
         assert (out == 16 * i).all()
 
 
-@pytest.mark.parametrize("in_place_before", [False, True])
-def test_partial_overlap_is_refused(device: str, in_place_before: bool) -> None:
-    x, weight = inputs(8, 48, 128, device)
-    buffer = torch.zeros(16 * 48 + 8, dtype=BF16, device=device)
-    out = buffer[: 8 * 48].view(8, 48)
-    if in_place_before:
-        op(x, weight, out, residual=out)
-        op(x, weight, out, residual=buffer[8 * 48 : 16 * 48].view(8, 48))
-        out.zero_()
-    for part in (
-        buffer[48 : 9 * 48].view(8, 48),
-        buffer[8 : 8 * 48 + 8].view(8, 48),
-        buffer[1 : 8 * 48 + 1].view(8, 48),
-        buffer.as_strided((8, 48), (49, 1)),
-        out[:1].expand(8, 48),
-        out[7:].expand(8, 48),
-    ):
-        arguments = {"x": x, "weight": weight, "out": out, "residual": part}
-        text = refused(arguments, "out", "overlap", operation=op)
-        assert "apart from residual" in text
-        assert not buffer.any()
-
-
-def test_in_place_excuses_no_other_overlap(device: str) -> None:
-    x, weight = inputs(8, 128, 128, device)
-    buffer = normal((9, 128), 7).to(device)
-    out, before = buffer[:8], buffer.clone()
-    for name, part in (("x", buffer[1:]), ("x", out)):
-        arguments = {"x": x, "weight": weight, "out": out, "residual": out, name: part}
-        text = refused(arguments, "out", "overlap", operation=op)
-        assert f"apart from {name}" in text
-        same_bits(buffer, before)
-
-
 def test_columns_between_one_another_do_not_overlap(device: str) -> None:
     x, weight = inputs(9, 48, 128, device)
     buffer = torch.zeros(9, 96, dtype=BF16, device=device)

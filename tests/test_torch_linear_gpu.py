@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import test_fused_a_gemm_pdl
 import torch
 import torch.nn.functional as F
 from gemm_helpers import assert_product, normal, same_bits
 from helpers import BF16, run_child
+from pdl_helpers import CopyLate, copy_late, wrong_values
 from stream_helpers import SLEEP_CYCLES, captured
 from torch import nn
 
@@ -22,7 +22,7 @@ from k3cupy.integrations import torch_library
 
 pytestmark = pytest.mark.gpu
 
-copy_late = test_fused_a_gemm_pdl.copy_late
+__all__ = ["copy_late"]
 
 N, K = 528, 1536
 TOKENS = (1, 4, 16)
@@ -206,9 +206,7 @@ def test_batch_invariance(by: str) -> None:
 # The promise about the weight
 
 
-def test_a_weight_that_is_written_late(
-    copy_late: Callable[[torch.Tensor, torch.Tensor], None],
-) -> None:
+def test_a_weight_that_is_written_late(copy_late: CopyLate) -> None:
     """Its writer lets the layer's kernel begin early; PyTorch is told of the write."""
     layer, x = linear(), normal((4, K), 1, "cuda")
     weights = [normal((N, K), seed, "cuda") for seed in (2, 3)]
@@ -219,12 +217,10 @@ def test_a_weight_that_is_written_late(
         return layer(x)
 
     wants = [k3cupy.low_latency_linear(x, weight) for weight in weights]
-    assert test_fused_a_gemm_pdl.wrong_values(step, wants) == 0
+    assert wrong_values(step, wants) == 0
 
 
-def test_an_input_that_is_written_late(
-    copy_late: Callable[[torch.Tensor, torch.Tensor], None],
-) -> None:
+def test_an_input_that_is_written_late(copy_late: CopyLate) -> None:
     layer = linear()
     xs = [normal((4, K), seed, "cuda") for seed in (1, 2)]
     x = xs[0].clone()
@@ -236,7 +232,7 @@ def test_an_input_that_is_written_late(
     wants = [k3cupy.low_latency_linear(value, layer.weight) for value in xs]
     for _ in range(2):  # the first call goes without the promise, so that two kernels get loaded
         layer(x)
-    assert test_fused_a_gemm_pdl.wrong_values(step, wants) == 0
+    assert wrong_values(step, wants) == 0
 
 
 def test_the_promise_does_not_change_the_bits() -> None:
