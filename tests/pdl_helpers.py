@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from gemm_helpers import normal
 from stream_helpers import captured
 from toolchain_helpers import write
 
@@ -79,4 +80,28 @@ def wrong_values(step: Callable[[int], torch.Tensor], wants: list[torch.Tensor])
         graph.replay()
         wrong += (out.view(torch.int16) != want).sum()
         wrong += (step(round_ % 2).view(torch.int16) != want).sum()
+    return int(wrong)
+
+
+def wrong_values_of_a_chain(
+    chain: Callable[..., None], x: torch.Tensor, outs: Sequence[torch.Tensor]
+) -> int:
+    """Replay a chain with a new x each time, and count what differs from one without PDL.
+
+    Each round begins with NaN in all that the chain writes.
+    """
+    scale = 2**-5
+    chain()
+    graph, _ = captured(chain)
+    wants = [torch.empty_like(out) for out in outs]
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for seed in range(ROUNDS):
+        x.copy_(normal(x.shape, seed, "cuda") * scale)
+        chain(pdl=False)
+        for want, out in zip(wants, outs, strict=True):
+            want.copy_(out)
+            out.fill_(float("nan"))
+        graph.replay()
+        for want, out in zip(wants, outs, strict=True):
+            wrong += (want.view(torch.int16) != out.view(torch.int16)).sum()
     return int(wrong)
