@@ -69,6 +69,14 @@ def residual_of(
     return guarded(values, device, **layout)
 
 
+def poisoned_slice(values: torch.Tensor, width: int, offset: int, device: str) -> torch.Tensor:
+    """The values as columns of a wider tensor that is NaN everywhere else."""
+    storage = torch.full((values.shape[0], width), float("nan"), dtype=values.dtype, device=device)
+    part = storage[:, offset : offset + values.shape[1]]
+    part.copy_(values)
+    return part
+
+
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The float64 product of the same values."""
     wide = x.double()

@@ -1,8 +1,7 @@
-"""The fused-A GEMM with a residual: values, layouts, adding in place, bits, late producers."""
+"""The fused-A GEMM with a residual: values, layouts, bits, other producers, chains."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
@@ -20,10 +19,8 @@ from gemm_helpers import (
     run_and_check,
     same_bits,
 )
-from helpers import BF16, Guarded, Producer, check_guards, guarded, refused, run_child
+from helpers import BF16, Producer, guarded, refused
 from memory_helpers import (
-    before_a_forbidden_page,
-    before_unmapped_gpu_memory,
     gibibytes,
 )
 from stream_helpers import captured
@@ -124,26 +121,6 @@ def test_a_poisoned_row_of_x_stays_alone(device: str) -> None:
 # Layouts
 
 
-@pytest.mark.parametrize("stride", [48, 49, 50, 64, 1000, 0, 1, 47])
-@pytest.mark.parametrize("shift", [0, 2, 4, 8])
-def test_row_strides_and_addresses(device: str, stride: int, shift: int) -> None:
-    """Also rows that overlap one another, and one row for all tokens."""
-    x, weight = inputs(9, 48, 128, device)
-    flat = guarded(normal((8 * stride + 48,), 3), device, shift=shift)
-    residual = flat.as_strided((9, 48), (stride, 1))
-    out = run_and_check(x, weight, residual=residual)
-    same_bits(op(x, weight, residual=residual.contiguous()), out)
-
-
-def test_one_row_or_one_column_has_any_stride(device: str) -> None:
-    for tokens, n in ((1, 48), (9, 1)):
-        x, weight = inputs(tokens, n, 64, device)
-        values = residual_of(tokens, n)
-        for strides in ((0, 1), (7, 1), (2**40, 1)) if tokens == 1 else ((5, 3), (1, 9)):
-            residual = guarded(values, device, strides=strides)
-            run_and_check(x, weight, residual=residual)
-
-
 def test_with_every_layout_of_x(device: str) -> None:
     x, weight = inputs(9, 48, 128, device)
     residual = residual_of(9, 48, device)
@@ -151,51 +128,6 @@ def test_with_every_layout_of_x(device: str) -> None:
     for stride, shift in ((136, 0), (129, 0), (128, 2)):
         other = guarded(x.cpu(), device, strides=(stride, 1), shift=shift)
         same_bits(run_and_check(other, weight, residual=residual, out_strides=(51, 1)), want)
-
-
-def test_a_residual_that_shares_memory_with_inputs(device: str) -> None:
-    """Both are only read."""
-    x, _ = inputs(9, 48, 128, device)
-    weight = guarded(normal((128, 128), 5), device)
-    run_and_check(x, weight, residual=x)
-    run_and_check(x, weight, residual=weight[3:12])
-
-
-# In place
-
-
-@pytest.mark.parametrize("tokens", [1, 9, 64])
-@pytest.mark.parametrize("strides", [None, (2101, 1)], ids=["packed", "strided"])
-def test_in_place(device: str, tokens: int, strides: tuple[int, int] | None) -> None:
-    x, weight = inputs(tokens, 2096, 192, device)
-    values = residual_of(tokens, 2096, device)
-    want = op(x, weight, residual=values)
-    for shift in (0, 2):
-        box = Guarded((tokens, 2096), BF16, device, strides=strides, shift=shift)
-        before = box.snapshot()
-        for same in (box.tensor, box.tensor[:], box.tensor.view(tokens, 2096)):
-            box.tensor.copy_(values)
-            assert op(x, weight, box.tensor, residual=same) is box.tensor
-            check_guards(box, before)
-            same_bits(box.tensor, want)
-
-
-def test_in_place_again_and_again(device: str) -> None:
-    """Each call adds once more: exact in small integers."""
-    x, weight = torch.ones(5, 16).to(BF16).to(device), torch.ones(40, 16).to(BF16).to(device)
-    out = torch.zeros(5, 40, dtype=BF16, device=device)
-    for i in range(1, 9):
-        op(x, weight, out, residual=out)
-        assert (out == 16 * i).all()
-
-
-def test_columns_between_one_another_do_not_overlap(device: str) -> None:
-    x, weight = inputs(9, 48, 128, device)
-    buffer = torch.zeros(9, 96, dtype=BF16, device=device)
-    buffer[:, 48:] = residual_of(9, 48, device)
-    out, residual = buffer[:, :48], buffer[:, 48:]
-    want = op(x, weight, residual=residual.contiguous())
-    same_bits(op(x, weight, out, residual=residual).contiguous(), want)
 
 
 # Bits
@@ -248,7 +180,7 @@ def test_clusters_add_it_once(split: int) -> None:
             same_bits(op(x, weight, out, residual=out, config=config), results[0])
 
 
-# Producers and the ends of memory
+# Producers and huge strides
 
 
 def test_arrays_of_other_libraries() -> None:
@@ -277,33 +209,6 @@ def test_cupy_arrays_in_place() -> None:
     assert op(cupy_of(x), cupy_of(weight), out, residual=out) is out
     cupy.cuda.Device().synchronize()
     same_bits(torch.from_dlpack(out.view(cupy.int16)).view(BF16), want)
-
-
-def _reads_nothing_past_host_memory() -> None:
-    for tokens, n in ((1, 48), (3, 7), (64, 33)):
-        x, weight = inputs(tokens, n, 80)
-        residual = before_a_forbidden_page(residual_of(tokens, n))
-        assert_product(op(x, weight, residual=residual), x, weight, residual)
-    os._exit(0)
-
-
-def test_nothing_is_read_past_host_memory() -> None:
-    run_child(_reads_nothing_past_host_memory)
-
-
-def _reads_nothing_past_device_memory() -> None:
-    for tokens, n in ((1, 48), (3, 7), (64, 33)):
-        x, weight = inputs(tokens, n, 80, "cuda")
-        wide = before_unmapped_gpu_memory(normal((tokens, n + 5), 3).cuda())
-        for residual in (before_unmapped_gpu_memory(residual_of(tokens, n).cuda()), wide[:, 5:]):
-            assert_product(op(x, weight, residual=residual), x, weight, residual)
-    torch.cuda.synchronize()
-    os._exit(0)
-
-
-@pytest.mark.gpu
-def test_nothing_is_read_past_device_memory() -> None:
-    run_child(_reads_nothing_past_device_memory)
 
 
 @pytest.mark.gpu

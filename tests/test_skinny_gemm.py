@@ -135,6 +135,13 @@ def test_case15_no_tokens(device: str, dtype: torch.dtype) -> None:
     assert "no tokens" in decision.reason or decision.backend == "reference"
 
 
+def test_the_residual_stands_before_out(device: str) -> None:
+    x, weight = inputs(3, 48, 128, device)
+    residual, out = residual_of(3, 48, device), torch.zeros(3, 48, dtype=BF16, device=device)
+    assert op(x, weight, residual, out) is out
+    assert_product(out, x, weight, residual)
+
+
 # Special values
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable
 
 import pytest
 import torch
 from gemm_helpers import assert_product, inputs, normal, residual_of, same_bits
 from helpers import FP16, run_child
+from memory_helpers import before_unmapped_gpu_memory
 from skinny_helpers import DTYPES, TOKENS, op, run_and_check
 from stream_helpers import assert_capture_asks_for_a_warmup, captured
 
@@ -118,12 +120,30 @@ def test_as_many_blocks_fit_as_the_choice_counts_on() -> None:
         assert loaded.registers <= config.registers
 
 
-# Sizes
+# Sizes, and the ends of allocations
 
 
 def test_more_outputs_than_a_grid_has_rows() -> None:
     x, weight = inputs(2, 200_001, 8, "cuda")
     run_and_check(x, weight, config=k3cupy.SkinnyGemmConfig(2, 32, 1, 1, 8))
+
+
+def _reads_nothing_past_device_memory() -> None:
+    """In a child: a stray read is a fault."""
+    for tokens, n, k in ((1, 48, 128), (3, 7, 80), (8, 33, 1544), (5, 1, 8), (2, 5, 24)):
+        tensors = (*inputs(tokens, n, k), residual_of(tokens, n))
+        three = [before_unmapped_gpu_memory(t.cuda()) for t in tensors]
+        for block_size, outputs, unroll, width in ((32, 3, 4, 8), (128, 2, 1, 4), (256, 8, 2, 8)):
+            config = k3cupy.SkinnyGemmConfig(tokens, block_size, outputs, unroll, width)
+            for static in (False, True):
+                out = op(*three, config=config, weight_is_static=static)
+                assert_product(out, *three)
+    torch.cuda.synchronize()
+    os._exit(0)
+
+
+def test_configurations_read_nothing_past_device_memory() -> None:
+    run_child(_reads_nothing_past_device_memory)
 
 
 # Graphs
