@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -190,13 +190,20 @@ SKINNY = Gemm(
     flags=("pdl", "weight_is_static"),
 )
 GEMMS = {gemm.name: gemm for gemm in (FUSED_A, SKINNY)}
-GEMMS_AND_TOKENS = [
-    pytest.param(gemm, tokens, id=f"{name}-{tokens}")
-    for name, gemm in GEMMS.items()
-    for tokens in gemm.tokens
-]
 GEMMS_AND_DTYPES = [
     pytest.param(gemm, dtype, id=f"{name}-{str(dtype)[6:]}")
     for name, gemm in GEMMS.items()
     for dtype in gemm.dtypes
 ]
+
+
+def gemms_and_tokens(fused_a: Iterable[int], skinny: Iterable[int]) -> list[Any]:
+    """Parameters for each GEMM with some numbers of tokens of its own."""
+    return [
+        pytest.param(gemm, tokens, id=f"{gemm.name}-{tokens}")
+        for gemm, numbers in ((FUSED_A, fused_a), (SKINNY, skinny))
+        for tokens in numbers
+    ]
+
+
+GEMMS_AND_TOKENS = gemms_and_tokens(FUSED_A.tokens, SKINNY.tokens)

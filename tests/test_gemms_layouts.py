@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from gemm_helpers import (
-    FUSED_A,
     GEMMS,
     SKINNY,
     Gemm,
     assert_product,
+    gemms_and_tokens,
     inputs,
     normal,
     poisoned_slice,
@@ -25,8 +25,6 @@ from memory_helpers import before_a_forbidden_page, before_unmapped_gpu_memory
 
 from k3cupy import projections
 from k3cupy.ops import fused_a_gemm_validate, skinny_gemm_validate
-
-STRIDED_TOKENS = {FUSED_A: (1, 2, 8, 9, 16, 17, 64), SKINNY: (1, 2, 5, 8)}
 
 
 def problem_of(gemm: Gemm, x: Any, weight: Any) -> Any:
@@ -53,12 +51,7 @@ def is_fast(gemm: Gemm, x: Any, weight: Any) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("gemm", "tokens"),
-    [
-        pytest.param(gemm, tokens, id=f"{gemm.name}-{tokens}")
-        for gemm, numbers in STRIDED_TOKENS.items()
-        for tokens in numbers
-    ],
+    ("gemm", "tokens"), gemms_and_tokens((1, 2, 8, 9, 16, 17, 64), (1, 2, 5, 8))
 )
 @pytest.mark.parametrize("case", projections.strided_cases(), ids=lambda c: c.name)
 def test_strided_projections(
