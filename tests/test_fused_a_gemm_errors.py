@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_device import H200
 from gemm_helpers import (
     assert_product,
     inputs,
@@ -29,7 +30,6 @@ from k3cupy.runtime.devices import DeviceInfo
 M, N, K = 8, 48, 128
 CONFIG = k3cupy.FusedAGemmConfig(8, 16, 128, 4, 2, 2, 1, 1, 2)
 HUGE = replace(CONFIG, stages=60)
-H200 = DeviceInfo(0, "NVIDIA H200", (9, 0), 132, 232_448)
 SMALL_GPUS = [101_376, 49_152]
 
 Change = Callable[[torch.Tensor], Any]

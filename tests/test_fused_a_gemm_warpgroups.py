@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fake_device import H200
 from gemm_helpers import assert_product, inputs, normal, op, residual_of, run_and_check, same_bits
 from helpers import BF16, guarded, refused
 from stream_helpers import captured
@@ -15,9 +16,7 @@ from k3cupy import projections
 from k3cupy.ops.fused_a_gemm_choice import candidates, choose
 from k3cupy.ops.fused_a_gemm_validate import check_config
 from k3cupy.runtime import devices, instances
-from k3cupy.runtime.devices import DeviceInfo
 
-H200 = DeviceInfo(0, "NVIDIA H200", (9, 0), 132, 232_448)
 BASE = k3cupy.FusedAGemmConfig(64, 64, 128, 4, 4, 1, 4, 1, 2, 64)
 
 

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
+from fake_device import H200
 
 from k3cupy.ops.mla_decode_config import (
     DEFAULTS,
@@ -27,7 +28,7 @@ from k3cupy.ops.mla_decode_config import (
     MlaDecodeVariant,
     dispatched_configs,
 )
-from k3cupy.runtime import instances, sources, toolchain
+from k3cupy.runtime import devices, instances, sources, toolchain
 from k3cupy.runtime.offline import compile_cubin
 
 # --- The instances that a call can reach ---------------------------------------------------------
@@ -431,3 +432,10 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(instances, "_loaded", {})
     monkeypatch.setattr(instances, "_warned", set())
     return fake
+
+
+@pytest.fixture
+def fake_h200(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    """A fake compiler for a GPU that says it is an H200."""
+    monkeypatch.setattr(devices, "info", lambda _: H200)
+    return fake_gpu(monkeypatch)
