@@ -68,7 +68,7 @@ def test_the_founding_slices_run_the_planned_kernel(
     assert_product(out, x, layer.weight)
     assert backends(lambda: layer(x)) == [planned(tokens, n, k)]
     if torch.cuda.get_device_name() == "NVIDIA H200":
-        assert planned(tokens, n, k) == "fused_a"
+        assert planned(tokens, n, k) in ("fused_a", "skinny")
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (2, 3), (2, 1), (0,), (2, 0)], ids=str)

@@ -14,9 +14,9 @@ from k3cupy.ops.gemm_entry import Times
 from k3cupy.ops.gemm_tables import TOKEN_CLASSES, GemmTable
 from k3cupy.runtime.devices import DeviceInfo
 
-_FEW_TILE_N = (16, 32, 48, 64)
-_FEW_COPY_WARPS: dict[int, tuple[int, ...]] = {8: (2,), 16: (2, 4)}
-"""For few tokens, by tile_m: what is combined with each tile_n, and with tile_k and warps_k."""
+_FEW_TILE_N, _FEW_WARPS_K = (16, 32, 48, 64), (4, 8)
+_FEW_COPY_WARPS = {8: (2,), 16: (2, 4)}
+"""For few tokens, copy_warps by tile_m: combined with each tile_n and warps_k above."""
 
 _SHAPES: dict[int, tuple[tuple[int, ...], ...]] = {
     32: (
@@ -77,19 +77,12 @@ def _shapes(tile_m: int, k: int) -> Iterable[tuple[int, ...]]:
     """Return the tiles and warps to try, as ``_SHAPES`` has them."""
     if tile_m not in _FEW_COPY_WARPS:
         return _SHAPES[tile_m]
-    copy_warps = _FEW_COPY_WARPS[tile_m]
-    tile_ks: tuple[int, ...]
-    warps_k: tuple[int, ...]
-    if k >= 512:
-        # Three stages or more in a row of the weight, and not so many that barriers take the time.
-        tile_ks, warps_k = (512, 256) if k >= 1024 else (256, 128), (4, 8)
-    else:
-        # One or two stages: a small block begins and ends sooner.
-        tile_ks, warps_k, copy_warps = (128,), (1, 2, 4, 8), (1, *copy_warps)
+    # Three stages or more in a row of the weight, and not so many that barriers take the time.
+    tile_ks = (512, 256) if k >= 1024 else (256, 128) if k >= 512 else (128,)
     return (
-        (tile_n, tile_k, warps, 1, copiers)
-        for tile_n, tile_k, warps, copiers in itertools.product(
-            _FEW_TILE_N, tile_ks, warps_k, copy_warps
+        (tile_n, tile_k, warps_k, 1, copy_warps)
+        for tile_n, tile_k, warps_k, copy_warps in itertools.product(
+            _FEW_TILE_N, tile_ks, _FEW_WARPS_K, _FEW_COPY_WARPS[tile_m]
         )
     )
 
