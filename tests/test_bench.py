@@ -74,6 +74,13 @@ def test_runs_are_averaged_relative_to_their_fastest() -> None:
     assert [c["us"] for c in merged] == pytest.approx([1.5, 1.65, 3.0])
 
 
+def test_an_entry_that_only_some_runs_have_is_kept() -> None:
+    other = {**entry(TIMES), "kind": "fp8+fp8"}
+    merged = report.averaged([document(entry(TIMES)), document(other)])["entries"]
+    assert [found["kind"] for found in merged] == [entry(TIMES)["kind"], "fp8+fp8"]
+    assert [c["us"] for c in merged[1]["candidates"]] == [c["us"] for c in other["candidates"]]
+
+
 def test_runs_of_two_gpus_are_not_averaged() -> None:
     with pytest.raises(ValueError, match="one GPU"):
         report.averaged([document(entry(TIMES)), document(entry(TIMES), gpu="NVIDIA B200")])

@@ -105,6 +105,7 @@ def averaged(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return one document whose candidate times are the mean over several runs of the same GPU.
 
     Each run counts relative to its own fastest candidate, because machines differ from run to run.
+    An entry that only some runs have is the mean of those.
 
     Raises:
         ValueError: the runs are not of one GPU.
@@ -116,13 +117,15 @@ def averaged(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if len({document.get("benchmark") for document in documents}) != 1:
         raise ValueError("expected results of one benchmark, got several")
     found: dict[tuple[Any, ...], list[dict[str, float]]] = {}
+    first_of: dict[tuple[Any, ...], Mapping[str, Any]] = {}
     for document in documents:
         for entry in document["entries"]:
             times = {key_of(candidate): candidate["us"] for candidate in entry["candidates"]}
             found.setdefault(identity(entry), []).append(times)
+            first_of.setdefault(identity(entry), entry)
     entries = []
-    for entry in first["entries"]:
-        runs = found[identity(entry)]
+    for key, entry in first_of.items():
+        runs = found[key]
         fastest = [min(times.values()) for times in runs]
         level = sum(fastest) / len(fastest)
         candidates = []
