@@ -13,7 +13,8 @@ from gemm_helpers import inputs
 
 import k3cupy
 from k3cupy.ops.fused_a_gemm_plan import Options, make_plan
-from k3cupy.ops.fused_a_gemm_validate import FRIENDLY, PUBLIC, Form
+from k3cupy.ops.fused_a_gemm_validate import PUBLIC
+from k3cupy.ops.gemm_validate import FRIENDLY, Form
 
 CONFIG = k3cupy.FusedAGemmConfig(16, 32, 128, 8, 2, 4, 1, 4, 2)
 

@@ -8,7 +8,8 @@ from gemm_helpers import inputs, normal, op, poisoned_slice, same_bits, transpos
 from helpers import BF16, OldProducer, Producer, guarded, refused
 
 from k3cupy import projections
-from k3cupy.ops.fused_a_gemm_validate import FRIENDLY, validate
+from k3cupy.ops.fused_a_gemm_validate import validate
+from k3cupy.ops.gemm_validate import FRIENDLY
 
 
 def path_of(x: torch.Tensor, weight: torch.Tensor) -> str:

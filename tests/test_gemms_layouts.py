@@ -24,7 +24,7 @@ from helpers import BF16, Guarded, check_guards, guarded, refused, run_child
 from memory_helpers import before_a_forbidden_page, before_unmapped_gpu_memory
 
 from k3cupy import projections
-from k3cupy.ops import fused_a_gemm_validate, skinny_gemm_validate
+from k3cupy.ops import fused_a_gemm_validate, gemm_validate, skinny_gemm_validate
 
 
 def problem_of(gemm: Gemm, x: Any, weight: Any) -> Any:
@@ -32,7 +32,7 @@ def problem_of(gemm: Gemm, x: Any, weight: Any) -> Any:
     tensors = (x, weight, None, None)
     if gemm is SKINNY:
         return skinny_gemm_validate.validate(tensors, weight_is_static=False)
-    names = fused_a_gemm_validate.FRIENDLY
+    names = gemm_validate.FRIENDLY
     return fused_a_gemm_validate.validate(names, tensors, weight_is_static=False)
 
 

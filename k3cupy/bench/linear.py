@@ -7,7 +7,7 @@ again in the same run they show whether the choice still holds.
 
 from __future__ import annotations
 
-import math
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -20,11 +20,11 @@ from k3cupy.bench.floor import floor_us
 from k3cupy.bench.forms import PAGE_SHAPES
 from k3cupy.dispatch import backends
 from k3cupy.dispatch.decision import LinearDecision
-from k3cupy.dispatch.plans import FUSED_A, SKINNY
 from k3cupy.dispatch.tuning.candidates import LINEAR, Candidate, Target, times_of
 from k3cupy.dispatch.tuning.cuda_meter import call_of
 from k3cupy.dispatch.warmup import planned_instances
 from k3cupy.ops import gemm_tables
+from k3cupy.ops.gemm_entry import FUSED_A, SKINNY
 from k3cupy.projections import StridedCase
 from k3cupy.runtime import devices, instances
 from k3cupy.runtime.devices import DeviceInfo
@@ -193,8 +193,7 @@ def remarks(entries: Sequence[Entry]) -> list[str]:
 
 
 def _mean_speed_up(entries: Sequence[Entry]) -> float:
-    logs = [math.log(entry.linear_us / entry.dispatched_us) for entry in entries]
-    return math.exp(sum(logs) / len(logs))
+    return statistics.geometric_mean(entry.linear_us / entry.dispatched_us for entry in entries)
 
 
 def _over_best(entry: Entry) -> float:

@@ -14,7 +14,8 @@ from k3cupy.ops import (
     skinny_gemm_plan,
 )
 from k3cupy.ops.arguments import Values
-from k3cupy.ops.fused_a_gemm_validate import FRIENDLY
+from k3cupy.ops.gemm_entry import FUSED_A, SKINNY
+from k3cupy.ops.gemm_validate import FRIENDLY
 from k3cupy.ops.plan_cache import Plan
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.instances import Instance
@@ -57,7 +58,7 @@ class Backend(Protocol):
 
 
 class _FusedA:
-    name = "fused_a"
+    name = FUSED_A
 
     def why_not(self, n: int, k: int, num_tokens: int) -> str | None:
         config = fused_a_gemm_config
@@ -98,7 +99,7 @@ class _FusedA:
 
 
 class _Skinny:
-    name = "skinny"
+    name = SKINNY
 
     def why_not(self, n: int, k: int, num_tokens: int) -> str | None:
         config = skinny_gemm_config

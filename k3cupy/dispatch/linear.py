@@ -14,7 +14,7 @@ from k3cupy.dispatch.slices import SlicedPlan, can_be_sliced
 from k3cupy.ops import checks, gemm_cache, gemm_tables
 from k3cupy.ops.arguments import Values
 from k3cupy.ops.fused_a_gemm_config import MAX_TOKENS
-from k3cupy.ops.fused_a_gemm_validate import FRIENDLY, OUT, RESIDUAL, WEIGHT, X
+from k3cupy.ops.gemm_validate import FRIENDLY, OUT, RESIDUAL, WEIGHT, X
 from k3cupy.ops.plan_cache import Plan, PlanCache
 from k3cupy.runtime import devices, sources
 from k3cupy.runtime.devices import DeviceInfo

@@ -9,10 +9,9 @@ from k3cupy.dispatch import backends
 from k3cupy.dispatch.decision import LINEAR, LinearDecision
 from k3cupy.ops import gemm_tables
 from k3cupy.ops.fused_a_gemm_config import MAX_TOKENS
-from k3cupy.ops.gemm_entry import GemmEntry
+from k3cupy.ops.gemm_entry import FUSED_A, PUBLIC, SKINNY, GemmEntry
 from k3cupy.runtime.devices import DeviceInfo
 
-FUSED_A, SKINNY = "fused_a", "skinny"
 NOT_INVARIANT = "; so batch invariance does not hold for this call"
 
 _LARGE_WEIGHT = 32_000_000
@@ -73,7 +72,7 @@ def _invariant(n: int, k: int, num_tokens: int, device: DeviceInfo) -> _Answer:
 
 
 def _known(entry: GemmEntry, num_tokens: int, device: DeviceInfo, has_residual: bool) -> _Answer:
-    public = entry.source == gemm_tables.PUBLIC
+    public = entry.source == PUBLIC
     what = ", without the residual" if has_residual and not entry.residual else ""
     if entry.chosen is None:
         return LINEAR, None, _why_linear(entry, device, what), entry.source
@@ -100,7 +99,7 @@ def _known(entry: GemmEntry, num_tokens: int, device: DeviceInfo, has_residual: 
 
 
 def _why_linear(entry: GemmEntry, device: DeviceInfo, what: str) -> str:
-    if entry.source == gemm_tables.PUBLIC:
+    if entry.source == PUBLIC:
         return (
             f"public figures for {device.arch}, not measured by us, name no kernel for "
             f"{entry.n} x {entry.k} at M = {entry.tokens}{what}"

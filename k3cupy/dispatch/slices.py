@@ -9,7 +9,8 @@ from k3cupy.dispatch import backends
 from k3cupy.ops.arguments import Values
 from k3cupy.ops.cuda_call import CudaOutput, CudaPlace
 from k3cupy.ops.fused_a_gemm_config import MAX_TOKENS
-from k3cupy.ops.fused_a_gemm_validate import FRIENDLY, OUT, RESIDUAL, WEIGHT, X
+from k3cupy.ops.gemm_entry import FUSED_A
+from k3cupy.ops.gemm_validate import FRIENDLY, OUT, RESIDUAL, WEIGHT, X
 from k3cupy.ops.plan_cache import Plan
 from k3cupy.runtime.tensors import TensorView, byte_stride
 
@@ -46,7 +47,7 @@ class SlicedPlan:
             count = rows.stop - rows.start
             if count not in of_count:
                 residual = values[RESIDUAL] if values[RESIDUAL] is None else values[RESIDUAL][rows]
-                of_count[count] = backends.get("fused_a").make_plan(
+                of_count[count] = backends.get(FUSED_A).make_plan(
                     (values[X][rows], values[WEIGHT], out[rows], residual),
                     None,
                     stream,

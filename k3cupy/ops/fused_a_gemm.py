@@ -13,7 +13,8 @@ from k3cupy.ops.arguments import Values
 from k3cupy.ops.decision import Decision
 from k3cupy.ops.fused_a_gemm_config import SOURCE, FusedAGemmConfig
 from k3cupy.ops.fused_a_gemm_plan import Options, decide, make_plan
-from k3cupy.ops.fused_a_gemm_validate import FRIENDLY, PUBLIC, Form, check_config, validate
+from k3cupy.ops.fused_a_gemm_validate import PUBLIC, check_config, validate
+from k3cupy.ops.gemm_validate import FRIENDLY, Form
 from k3cupy.ops.plan_cache import PlanCache
 from k3cupy.runtime import sources
 

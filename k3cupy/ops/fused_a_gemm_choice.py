@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from k3cupy.ops import gemm_tables
 from k3cupy.ops.fused_a_gemm_config import FusedAGemmConfig
-from k3cupy.ops.gemm_entry import Times
+from k3cupy.ops.gemm_entry import FUSED_A, Times
 from k3cupy.ops.gemm_tables import TOKEN_CLASSES, GemmTable
 from k3cupy.runtime.devices import DeviceInfo
 
@@ -198,8 +198,6 @@ def _is_modelled(config: FusedAGemmConfig) -> bool:
 
 # --- The tables -----------------------------------------------------------------------------------
 
-_BACKEND = "fused_a"
-
 
 def _fastest(times: Times, num_tokens: int, device: DeviceInfo) -> FusedAGemmConfig | None:
     """Return the fastest that can compute a number of tokens on a GPU."""
@@ -225,7 +223,7 @@ def _invariant(
     classes = {
         tokens: {
             config: us
-            for config, us in entries[tokens].times.get(_BACKEND, {}).items()
+            for config, us in entries[tokens].times.get(FUSED_A, {}).items()
             if config.tile_m >= tokens and config.is_valid(device)
         }
         for tokens in TOKEN_CLASSES
@@ -254,7 +252,7 @@ def shipped_configs() -> tuple[FusedAGemmConfig, ...]:
     for table in gemm_tables.shipped():
         for entry in table.entries:
             found += (
-                _fastest(entry.times.get(_BACKEND, {}), entry.tokens, _LARGE),
+                _fastest(entry.times.get(FUSED_A, {}), entry.tokens, _LARGE),
                 _invariant(table, entry.n, entry.k, entry.tokens, _LARGE),
             )
     return tuple(dict.fromkeys(config for config in found if config is not None))
@@ -288,7 +286,7 @@ def _choose(
                 return config, f"{where}, one summation order for all M"
     else:
         entry = gemm_tables.entry(n, k, num_tokens, device)
-        times = {} if entry is None else entry.times.get(_BACKEND, {})
+        times = {} if entry is None else entry.times.get(FUSED_A, {})
         config = _fastest(times, num_tokens, device)
         if entry is not None and config is not None:
             where = f"measured on {device.name} for {n} x {k}, M = {entry.tokens}"

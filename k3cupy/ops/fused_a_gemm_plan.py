@@ -13,7 +13,7 @@ from k3cupy.ops.decision import Decision
 from k3cupy.ops.fused_a_gemm_choice import choose
 from k3cupy.ops.fused_a_gemm_config import FusedAGemmConfig
 from k3cupy.ops.fused_a_gemm_validate import FusedAGemmProblem, check_config, validate
-from k3cupy.ops.gemm_plan import CudaPlan, Kernel, ReferencePlan, row_stride
+from k3cupy.ops.gemm_plan import Kernel, row_stride
 from k3cupy.ops.gemm_validate import Form
 from k3cupy.ops.plan_cache import Plan
 from k3cupy.reference.fused_a_gemm import fused_a_gemm_reference
@@ -70,11 +70,13 @@ def make_plan(form: Form, values: Values, options: Options, stream: Any) -> Plan
     """
     problem = validate(form, values, weight_is_static=options.weight_is_static)
     checks.check_grad(problem.views)
-    decision = decide(problem, options)
-    if decision.backend == "reference":
-        return ReferencePlan(problem, fused_a_gemm_reference)
-    kernel = None if decision.config is None else _kernel(problem, decision.config)
-    return CudaPlan(problem, kernel, pdl=decision.pdl, stream=stream)
+    return gemm_plan.plan_of(
+        problem,
+        decide(problem, options),
+        fused_a_gemm_reference,
+        lambda config: _kernel(problem, config),
+        stream,
+    )
 
 
 def _kernel(problem: FusedAGemmProblem, config: FusedAGemmConfig) -> Kernel:

@@ -13,17 +13,7 @@ from k3cupy.ops.fused_a_gemm_config import (
     FusedAGemmConfig,
     FusedAGemmVariant,
 )
-from k3cupy.ops.gemm_validate import (
-    FRIENDLY,
-    OUT,
-    RESIDUAL,
-    WEIGHT,
-    Form,
-    GemmProblem,
-    Limits,
-    X,
-    validate_tensors,
-)
+from k3cupy.ops.gemm_validate import Form, GemmProblem, Limits, validate_tensors
 from k3cupy.runtime.devices import DeviceInfo
 
 PUBLIC = Form("mat_a", "mat_b", "output", is_transposed=True)
@@ -36,19 +26,6 @@ LIMITS = Limits(
     "many rows",
     k_multiple=K_MULTIPLE,
 )
-
-__all__ = [
-    "FRIENDLY",
-    "OUT",
-    "PUBLIC",
-    "RESIDUAL",
-    "WEIGHT",
-    "Form",
-    "FusedAGemmProblem",
-    "X",
-    "check_config",
-    "validate",
-]
 
 
 @dataclass(frozen=True)

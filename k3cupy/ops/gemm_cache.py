@@ -24,7 +24,7 @@ from typing import Any
 import platformdirs
 
 from k3cupy.ops.fused_a_gemm_config import SOURCE as FUSED_A_SOURCE
-from k3cupy.ops.gemm_entry import GemmEntry, entry_of
+from k3cupy.ops.gemm_entry import USER, GemmEntry, entry_of
 from k3cupy.ops.skinny_gemm_config import SOURCE as SKINNY_SOURCE
 from k3cupy.runtime import env, sources
 from k3cupy.runtime.devices import DeviceInfo
@@ -163,7 +163,7 @@ def _parsed(path: Path, text: str, gpu: str) -> tuple[GemmEntry, ...]:
     found, problems = [], []
     for row in rows:
         try:
-            found.append(entry_of(row, "user cache"))
+            found.append(entry_of(row, USER))
         except ValueError as error:
             problems.append(error)
     if problems:

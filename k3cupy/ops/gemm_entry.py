@@ -12,11 +12,12 @@ from typing import Any
 from k3cupy.ops.fused_a_gemm_config import MAX_TOKENS, FusedAGemmConfig
 from k3cupy.ops.skinny_gemm_config import SkinnyGemmConfig
 
-BACKENDS: Mapping[str, Callable[..., Any]] = {
-    "fused_a": FusedAGemmConfig,
-    "skinny": SkinnyGemmConfig,
-}
+FUSED_A, SKINNY = "fused_a", "skinny"
+BACKENDS: Mapping[str, Callable[..., Any]] = {FUSED_A: FusedAGemmConfig, SKINNY: SkinnyGemmConfig}
 """Kernels that tables name -> the class of their configurations."""
+
+USER, SHIPPED, PUBLIC = "user cache", "shipped", "public"
+"""Where an entry comes from."""
 
 Times = Mapping[Any, float]
 """Configuration -> microseconds a launch."""
@@ -62,7 +63,7 @@ class GemmEntry:
     linear_us: float | None
     times: Mapping[str, Times]
     chosen: Choice | None
-    source: str = "user cache"
+    source: str = USER
     date: str = ""
     sources: str = ""
 

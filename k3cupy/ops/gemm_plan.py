@@ -15,6 +15,7 @@ from k3cupy.ops.arguments import Values
 from k3cupy.ops.cuda_call import CudaOutput, CudaPlace, has_pdl
 from k3cupy.ops.decision import Decision
 from k3cupy.ops.gemm_validate import OUT, RESIDUAL, RESIDUAL_NAME, WEIGHT, GemmProblem, X
+from k3cupy.ops.plan_cache import Plan
 from k3cupy.runtime import devices, launch, streams, tensors
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.instances import Instance
@@ -89,6 +90,31 @@ def decide(
     if problem.slow_reason is not None:
         reason += f"; x element by element, not 128-bit, because {problem.slow_reason}"
     return Decision("cuda", config, config.name_expression(variant), with_pdl, reason)
+
+
+def plan_of(
+    problem: GemmProblem,
+    decision: Decision,
+    reference: Reference,
+    kernel_of: Callable[[Any], Kernel],
+    stream: Any,
+) -> Plan:
+    """Return what repeats a call, as it was decided.
+
+    Args:
+        problem: the validated call.
+        decision: from ``decide``.
+        reference: what computes it on CPU tensors.
+        kernel_of: gives what a configuration launches.
+        stream: the one that was given, to see whether it captures; None for the current one.
+
+    Raises:
+        CaptureError: the kernel is not loaded and the stream is capturing a graph.
+    """
+    if decision.backend == "reference":
+        return ReferencePlan(problem, reference)
+    kernel = None if decision.config is None else kernel_of(decision.config)
+    return CudaPlan(problem, kernel, pdl=decision.pdl, stream=stream)
 
 
 class ReferencePlan:

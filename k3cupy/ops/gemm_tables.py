@@ -17,7 +17,7 @@ from typing import Any
 
 from k3cupy.ops import gemm_cache
 from k3cupy.ops.fused_a_gemm_config import MAX_TOKENS
-from k3cupy.ops.gemm_entry import GemmEntry, entry_of
+from k3cupy.ops.gemm_entry import PUBLIC, SHIPPED, USER, GemmEntry, entry_of
 from k3cupy.runtime.devices import DeviceInfo
 
 TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, MAX_TOKENS)
@@ -25,8 +25,6 @@ TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, MAX_TOKENS)
 
 TOKEN_CLASSES = (1, 8, 16, 32, MAX_TOKENS)
 """Numbers of tokens that differ in kind; no call takes an entry from beyond its own class."""
-
-USER, SHIPPED, PUBLIC = "user cache", "shipped", "public"
 
 
 def class_of(num_tokens: int) -> int:

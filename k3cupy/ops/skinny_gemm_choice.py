@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import replace
 
 from k3cupy.ops import gemm_tables
+from k3cupy.ops.gemm_entry import SKINNY
 from k3cupy.ops.skinny_gemm_config import VECTOR_WIDTHS, SkinnyGemmConfig
 from k3cupy.runtime.devices import DeviceInfo
 
@@ -179,7 +180,7 @@ def _choose(
     n: int, k: int, num_tokens: int, device: DeviceInfo, _generation: int
 ) -> tuple[SkinnyGemmConfig, str]:
     entry = gemm_tables.entry(n, k, num_tokens, device)
-    times = {} if entry is None else entry.times.get("skinny", {})
+    times = {} if entry is None else entry.times.get(SKINNY, {})
     for config in sorted(times, key=times.__getitem__):
         fitted = for_tokens(config, num_tokens)
         if entry is not None and fitted is not None:

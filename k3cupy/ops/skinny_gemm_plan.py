@@ -10,7 +10,7 @@ import numpy as np
 from k3cupy.ops import checks, gemm_plan
 from k3cupy.ops.arguments import Values
 from k3cupy.ops.decision import Decision
-from k3cupy.ops.gemm_plan import CudaPlan, Kernel, ReferencePlan, row_stride
+from k3cupy.ops.gemm_plan import Kernel, row_stride
 from k3cupy.ops.plan_cache import Plan
 from k3cupy.ops.skinny_gemm_choice import choose
 from k3cupy.ops.skinny_gemm_config import SkinnyGemmConfig
@@ -26,7 +26,7 @@ class Options:
     Attributes:
         pdl: programmatic dependent launch; None for on where the GPU has it.
         weight_is_static: the promise.
-        config: None for the best by the model.
+        config: None for the table.
     """
 
     pdl: bool | None
@@ -62,11 +62,13 @@ def make_plan(values: Values, options: Options, stream: Any) -> Plan:
     """
     problem = validate(values, weight_is_static=options.weight_is_static)
     checks.check_grad(problem.views)
-    decision = decide(problem, options)
-    if decision.backend == "reference":
-        return ReferencePlan(problem, skinny_gemm_reference)
-    kernel = None if decision.config is None else _kernel(problem, decision.config)
-    return CudaPlan(problem, kernel, pdl=decision.pdl, stream=stream)
+    return gemm_plan.plan_of(
+        problem,
+        decide(problem, options),
+        skinny_gemm_reference,
+        lambda config: _kernel(problem, config),
+        stream,
+    )
 
 
 def _kernel(problem: SkinnyGemmProblem, config: SkinnyGemmConfig) -> Kernel:

@@ -8,11 +8,10 @@ from typing import Any
 
 from k3cupy.dispatch import backends
 from k3cupy.dispatch.decision import LINEAR as FRAMEWORK
-from k3cupy.dispatch.plans import FUSED_A
 from k3cupy.dispatch.presets import Shapes
 from k3cupy.ops import checks, gemm_tables
 from k3cupy.ops.fused_a_gemm_choice import tile_m_of
-from k3cupy.ops.gemm_entry import GemmEntry, fastest_of, key_of
+from k3cupy.ops.gemm_entry import FUSED_A, GemmEntry, fastest_of, key_of
 from k3cupy.ops.gemm_tables import TOKEN_CLASSES, class_of
 from k3cupy.ops.skinny_gemm_config import K_MULTIPLE
 from k3cupy.runtime.devices import DeviceInfo

@@ -14,7 +14,7 @@ from k3cupy.dispatch import backends
 from k3cupy.dispatch.presets import Shapes
 from k3cupy.dispatch.tuning.candidates import LINEAR, Candidate, Target
 from k3cupy.dispatch.tuning.engine import Effort
-from k3cupy.ops.fused_a_gemm_validate import FRIENDLY
+from k3cupy.ops.gemm_validate import FRIENDLY
 from k3cupy.ops.plan_cache import Plan
 from k3cupy.runtime import devices, instances
 from k3cupy.runtime.errors import CompileError

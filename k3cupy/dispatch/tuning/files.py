@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from k3cupy.ops import checks, gemm_cache
-from k3cupy.ops.gemm_entry import GemmEntry, entry_of
+from k3cupy.ops.gemm_entry import USER, GemmEntry, entry_of
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.timing import environment
 
@@ -61,7 +61,7 @@ def read_export(path: Path) -> tuple[Mapping[str, Any], tuple[GemmEntry, ...]]:
         if not document["measured_by_us"]:
             raise ValueError("figures that nobody measured")
         rows = list(document.pop("entries"))
-        entries = tuple(entry_of(row, "user cache") for row in rows)
+        entries = tuple(entry_of(row, USER) for row in rows)
         header = {name: document[name] for name in ("gpu", "sources")} | document
     except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
         told = f"{path}, which is not one ({type(error).__name__}: {error})"

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import io
-import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from k3cupy.dispatch.plans import FUSED_A, SKINNY
 from k3cupy.dispatch.tuning.candidates import Target
 from k3cupy.dispatch.tuning.engine import Measured
-from k3cupy.ops.gemm_entry import GemmEntry
+from k3cupy.ops.gemm_entry import FUSED_A, SKINNY, GemmEntry
 
 _MARKS = {FUSED_A: "F", SKINNY: "S"}
 _WIDTH = 200
@@ -27,8 +26,7 @@ def speed_up(entry: GemmEntry) -> float:
 
 def mean_speed_up(entries: Iterable[GemmEntry]) -> float:
     """Return the geometric mean over several products."""
-    logs = [math.log(speed_up(entry)) for entry in entries]
-    return math.exp(sum(logs) / len(logs)) if logs else 1.0
+    return statistics.geometric_mean([speed_up(entry) for entry in entries] or [1.0])
 
 
 @dataclass(frozen=True)
