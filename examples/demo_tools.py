@@ -22,6 +22,21 @@ TOLERANCE = 2e-2
 REPLAYS = 15  # timings are medians over this many graph replays
 
 
+device_option = click.option(
+    "--device",
+    "device_name",
+    type=click.Choice(["cpu", "cuda"]),
+    default=None,
+    help="Default: cuda where PyTorch finds a GPU, else cpu.",
+)
+seed_option = click.option(
+    "--seed", type=int, default=0, show_default=True, help="Of all random numbers."
+)
+rope_option = click.option(
+    "--rope", is_flag=True, help="Rotate by position. Kimi-K3's own layers do not."
+)
+
+
 def choose_device(name: str | None) -> torch.device:
     has_gpu = torch.cuda.is_available()
     if name == "cuda" and not has_gpu:

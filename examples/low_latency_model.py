@@ -29,9 +29,11 @@ from demo_tools import (
     capture,
     choose_device,
     describe,
+    device_option,
     median_us,
     random_hidden,
     relative_error,
+    seed_option,
     show_error,
 )
 from mla_layer import (
@@ -123,14 +125,8 @@ class SmallModel(nn.Module):
     show_default=True,
     help="Tokens in a batch; give it several times.",
 )
-@click.option(
-    "--device",
-    "device_name",
-    type=click.Choice(["cpu", "cuda"]),
-    default=None,
-    help="Default: cuda where PyTorch finds a GPU, else cpu.",
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="Of all random numbers.")
+@device_option
+@seed_option
 @click.pass_context
 def main(ctx: click.Context, tokens: tuple[int, ...], device_name: str | None, seed: int) -> None:
     """Run a small model with and without the low-latency linear, and compare."""

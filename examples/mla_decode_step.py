@@ -28,9 +28,12 @@ from demo_tools import (
     capture,
     choose_device,
     describe,
+    device_option,
     median_us,
     random_hidden,
     relative_error,
+    rope_option,
+    seed_option,
     show_error,
 )
 from mla_layer import (
@@ -63,7 +66,7 @@ LONGEST_PAST = 256  # the random pasts have 1 to 256 tokens
     show_default=True,
     help="How the cache stores a row. fp8 quantises the query too.",
 )
-@click.option("--rope", is_flag=True, help="Rotate by position. Kimi-K3's own layers do not.")
+@rope_option
 @click.option(
     "--tokens",
     type=click.IntRange(min=1),
@@ -74,14 +77,8 @@ LONGEST_PAST = 256  # the random pasts have 1 to 256 tokens
 @click.option(
     "--steps", type=click.IntRange(min=1), default=4, show_default=True, help="Decode steps."
 )
-@click.option(
-    "--device",
-    "device_name",
-    type=click.Choice(["cpu", "cuda"]),
-    default=None,
-    help="Default: cuda where PyTorch finds a GPU, else cpu.",
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="Of all random numbers.")
+@device_option
+@seed_option
 @click.pass_context
 def main(
     ctx: click.Context,

@@ -30,9 +30,12 @@ from demo_tools import (
     capture,
     choose_device,
     describe,
+    device_option,
     median_us,
     random_hidden,
     relative_error,
+    rope_option,
+    seed_option,
     show_error,
 )
 from mla_layer import CacheFormat, FusedLayer, PagedCache, PlainLayer, Weights, rope_table
@@ -64,7 +67,7 @@ import k3cupy
     show_default=True,
     help="How the cache stores a row. With fp8 attention runs on fp8 too.",
 )
-@click.option("--rope", is_flag=True, help="Rotate by position. Kimi-K3's own layers do not.")
+@rope_option
 @click.option(
     "--prompts", type=click.IntRange(min=1), default=4, show_default=True, help="Sequences."
 )
@@ -86,14 +89,8 @@ import k3cupy
 @click.option(
     "--steps", type=click.IntRange(min=0), default=2, show_default=True, help="Decode steps."
 )
-@click.option(
-    "--device",
-    "device_name",
-    type=click.Choice(["cpu", "cuda"]),
-    default=None,
-    help="Default: cuda where PyTorch finds a GPU, else cpu.",
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="Of all random numbers.")
+@device_option
+@seed_option
 @click.pass_context
 def main(
     ctx: click.Context,

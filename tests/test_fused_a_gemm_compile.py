@@ -13,10 +13,12 @@ from toolchain_helpers import (
     HAS_DISASSEMBLER,
     NO_DISASSEMBLER,
     Instruction,
+    Resources,
     copy_of_sources,
-    known_to_nvrtc,
+    inspect,
     resources_of,
     sass_of,
+    spills,
     write,
 )
 
@@ -63,6 +65,15 @@ class Reached:
     def name(self) -> str:
         return self.config.name_expression(self.variant)
 
+    def resource_problems(self, used: Resources, arch: str) -> list[str]:
+        problems = spills(used)
+        if used.registers * self.config.block_size > REGISTERS:
+            problems.append(f"{used.registers} registers for {self.config.block_size} threads")
+        return problems
+
+    def code_problems(self, program: list[Instruction], arch: str) -> list[str]:
+        return code_problems(program, self.variant, arch)
+
 
 def capability(arch: str) -> tuple[int, int]:
     number = int(arch.removeprefix("sm_").removesuffix("a"))
@@ -87,8 +98,10 @@ def wanted_today(arch: str, part: int) -> list[Reached]:
     today = datetime.date.today().toordinal() % days
     print(f"{arch}: share {today + 1} of {days}")
     always = [Reached(config, VARIANTS[0]) for config in shipped_configs() if arch == "sm_90"]
-    found = dict.fromkeys((*always[part::parts], *everything[today::days][part::parts]))
-    return [instance for instance in found if not instance.config.needs_warpgroups]
+    wanted = (*always[part::parts], *everything[today::days][part::parts])
+    # Configurations that differ in block_rows are one instance.
+    by_name = {each.name: each for each in wanted if not each.config.needs_warpgroups}
+    return list(by_name.values())
 
 
 def code_problems(
@@ -119,27 +132,10 @@ def code_problems(
 )
 def test_instances(arch: str, part: int) -> None:
     """They compile, nothing spills, the registers suffice, the code is what it should be."""
-    if not known_to_nvrtc(arch):
-        pytest.skip(f"this NVRTC does not know {arch}")
     wanted = wanted_today(arch, part)
     if not wanted:
         pytest.skip("fewer instances than parts")
-    cubin = compile_cubin(SOURCE, [instance.name for instance in wanted], arch)
-    assert set(cubin.symbols) == {instance.name for instance in wanted}
-    if not HAS_DISASSEMBLER:
-        pytest.skip(f"compiled but not inspected: {NO_DISASSEMBLER}")
-    resources, programs = resources_of(cubin.code), sass_of(cubin.code)
-    problems = []
-    for instance in wanted:
-        symbol = cubin.symbols[instance.name]
-        used = resources[symbol]
-        found = code_problems(programs[symbol], instance.variant, arch)
-        if used.stack or used.local:
-            found.append(f"{used.stack} bytes of stack, {used.local} of local memory")
-        if used.registers * instance.config.block_size > REGISTERS:
-            found.append(f"{used.registers} registers for {instance.config.block_size} threads")
-        problems += [f"{instance.name}: {problem}" for problem in found]
-    assert not problems, f"{arch}:\n" + "\n".join(problems)
+    inspect(SOURCE, wanted, arch, read_code=True)
 
 
 @pytest.mark.parametrize("split", [2, 4, 8])
@@ -196,9 +192,7 @@ def check_products_of_a_warpgroup(wanted: list[Reached]) -> None:
         config, symbol = instance.config, cubin.symbols[instance.name]
         program, used = programs[symbol], resources[symbol]
         assert not code_problems(program, instance.variant, "sm_90a", "HGMMA"), instance.name
-        assert not used.stack, instance.name
-        assert not used.local, instance.name
-        assert used.registers * config.block_size <= REGISTERS, instance.name
+        assert not instance.resource_problems(used, "sm_90a"), instance.name
         assert "LDSM" not in {i.base for i in program}
         products = sum(i.base == "HGMMA" for i in program)
         waits = sum(i.opcode.startswith("WARPGROUP.DEPBAR") for i in program)

@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 
 import pytest
 from toolchain_helpers import (
-    HAS_DISASSEMBLER,
-    NO_DISASSEMBLER,
     Instruction,
-    known_to_nvrtc,
+    Resources,
+    inspect,
     needs_disassembler,
     reached,
-    resources_of,
     sass_of,
+    spills,
 )
 
 from k3cupy import projections
@@ -54,6 +53,16 @@ class Reached:
     @property
     def name(self) -> str:
         return self.config.name_expression(self.variant)
+
+    def resource_problems(self, used: Resources, arch: str) -> list[str]:
+        problems = spills(used)
+        blocks = self.config.blocks_per_sm if self.variant.aligned_x else 1
+        if arch == "sm_90" and fitting_blocks(used.registers, self.config) < blocks:
+            problems.append(f"{used.registers} registers, too many for {blocks} blocks")
+        return problems
+
+    def code_problems(self, program: list[Instruction], arch: str) -> list[str]:
+        return code_problems(program, self, arch)
 
 
 def has_pdl(arch: str) -> bool:
@@ -123,26 +132,7 @@ def code_problems(program: list[Instruction], instance: Reached, arch: str) -> l
 )
 def test_instances(arch: str, part: int) -> None:
     """They compile, nothing spills, as many blocks fit as was counted on, the code is sound."""
-    if not known_to_nvrtc(arch):
-        pytest.skip(f"this NVRTC does not know {arch}")
-    wanted = wanted_today(arch, part)
-    cubin = compile_cubin(SOURCE, [instance.name for instance in wanted], arch)
-    assert set(cubin.symbols) == {instance.name for instance in wanted}
-    if not HAS_DISASSEMBLER:
-        pytest.skip(f"compiled but not inspected: {NO_DISASSEMBLER}")
-    resources, programs = resources_of(cubin.code), sass_of(cubin.code)
-    problems = []
-    for instance in wanted:
-        symbol = cubin.symbols[instance.name]
-        used = resources[symbol]
-        found = code_problems(programs[symbol], instance, arch)
-        if used.stack or used.local:
-            found.append(f"{used.stack} bytes of stack, {used.local} of local memory")
-        blocks = instance.config.blocks_per_sm if instance.variant.aligned_x else 1
-        if arch == "sm_90" and fitting_blocks(used.registers, instance.config) < blocks:
-            found.append(f"{used.registers} registers, too many for {blocks} blocks")
-        problems += [f"{instance.name}: {problem}" for problem in found]
-    assert not problems, f"{arch}:\n" + "\n".join(problems)
+    inspect(SOURCE, wanted_today(arch, part), arch, read_code=True)
 
 
 def fitting_blocks(registers: int, config: SkinnyGemmConfig) -> int:

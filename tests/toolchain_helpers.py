@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import pytest
 from fake_device import H200
@@ -246,6 +246,26 @@ def order_problems(
 # --- Every instance for every architecture --------------------------------------------------------
 
 
+def spills(used: Resources) -> list[str]:
+    """What of an instance's variables does not lie in registers."""
+    return [
+        f"{value} bytes of {what}"
+        for what, value in (("stack", used.stack), ("local memory", used.local))
+        if value
+    ]
+
+
+class Inspectable(Protocol):
+    """An instance that knows what it may take, and how its machine code must look."""
+
+    @property
+    def name(self) -> str: ...
+
+    def resource_problems(self, used: Resources, arch: str) -> list[str]: ...
+
+    def code_problems(self, program: list[Instruction], arch: str) -> list[str]: ...
+
+
 @dataclass(frozen=True)
 class Inspected:
     """An instance and what it may take."""
@@ -255,12 +275,8 @@ class Inspected:
     max_shared: int = 0
     may_skip_the_wait: bool = False
 
-    def resource_problems(self, used: Resources) -> list[str]:
-        problems = [
-            f"{value} bytes of {what}"
-            for what, value in (("stack", used.stack), ("local memory", used.local))
-            if value
-        ]
+    def resource_problems(self, used: Resources, arch: str) -> list[str]:
+        problems = spills(used)
         if used.shared > self.max_shared:
             problems.append(f"{used.shared} bytes of shared memory, more than {self.max_shared}")
         if used.registers > self.max_registers:
@@ -287,7 +303,7 @@ def share_of(group: list[AnyInstance], arch: str, parts: int) -> list[AnyInstanc
     return group[today::parts]
 
 
-def inspect(source: str, wanted: Sequence[Inspected], arch: str, *, read_code: bool) -> None:
+def inspect(source: str, wanted: Sequence[Inspectable], arch: str, *, read_code: bool) -> None:
     """Compile instances in one program; look at what they take and, if asked, at their code."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC and cuda-core")
     if not known_to_nvrtc(arch):
@@ -304,7 +320,7 @@ def inspect(source: str, wanted: Sequence[Inspected], arch: str, *, read_code: b
     problems = []
     for instance in wanted:
         symbol = cubin.symbols[instance.name]
-        found = instance.resource_problems(resources[symbol])
+        found = instance.resource_problems(resources[symbol], arch)
         if programs:
             found += instance.code_problems(programs[symbol], arch)
         problems += [f"{instance.name}: {problem}" for problem in found]
