@@ -51,7 +51,8 @@ struct SharedLayout {
   static constexpr int kXStage = kTileM * kRowBytes;
   static constexpr int kSumPitch = kTileN + 4;  // the four tokens of a store then hit other banks
   static constexpr int kWarpSums = kTileM * kSumPitch;
-  static constexpr int kBarriers = 2 * kBarrierBytes * (kStages + kStagesX);
+  static constexpr int kInboxFull = 2 * kBarrierBytes * (kStages + kStagesX);
+  static constexpr int kBarriers = kInboxFull + (kSplitK > 1 ? kBarrierBytes : 0);
   static constexpr int kWeightRing =
       (kBarriers + kRingAlignment - 1) / kRingAlignment * kRingAlignment;
   static constexpr int kXRing = kWeightRing + kStages * kWeightStage;
@@ -80,6 +81,7 @@ __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
   constexpr int kRowTiles = kTileN / kWarpRows / kWarpsN;
   constexpr int kTokenTiles = kTileM / kMmaTokens;
   constexpr int kSteps = kTileK / kMmaK / kWarpsK;
+  constexpr unsigned int kOwned = kTileN / kSplitK;  // rows that a block of the cluster stores
   static_assert(kTeam == 1 || kTeam == 4, "a product is a warp's or a warpgroup's");
   static_assert(kTeam == 1 || kHasWarpgroups, "products of a warpgroup need sm_90a");
   static_assert(kTeam == 1 || kTileM == 32 || kTileM == 64, "tokens of a warpgroup's product");
@@ -88,7 +90,7 @@ __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
   static_assert(kRowTiles * kWarpRows * kWarpsN == kTileN, "warps share the rows evenly");
   static_assert(kSteps * kMmaK * kWarpsK == kTileK, "warps share a stage evenly");
   static_assert(kTokenTiles == 1 || kTokenTiles % 2 == 0, "tokens are loaded in pairs of tiles");
-  static_assert(kTileN % kSplitK == 0, "blocks of a cluster share the output rows evenly");
+  static_assert(kSplitK == 1 || kTileN % (4 * kSplitK) == 0, "blocks share the output rows evenly");
   static_assert(kTileK >= 64, "a row has the eight chunks of the swizzle");
 
   extern __shared__ __align__(1024) char shared[];
@@ -97,6 +99,7 @@ __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
   const unsigned int weight_empty = weight_full + kBarrierBytes * kStages;
   const unsigned int x_full = weight_empty + kBarrierBytes * kStages;
   const unsigned int x_empty = x_full + kBarrierBytes * kStagesX;
+  const unsigned int inbox_full = base + Layout::kInboxFull;
   const unsigned int weight_ring = base + Layout::kWeightRing;
   const unsigned int x_ring = base + Layout::kXRing;
   const int warp = threadIdx.x / 32;
@@ -125,6 +128,11 @@ __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
     for (int s = 0; s < kStagesX; ++s) {
       init_barrier(x_full + kBarrierBytes * s, kCopyThreads);
       init_barrier(x_empty + kBarrierBytes * s, kMathWarps);
+    }
+    if constexpr (kSplitK > 1) {
+      init_barrier(inbox_full, 1);
+      arrive_expecting(inbox_full, kSplitK * num_tokens * kOwned * sizeof(float));
+      show_barriers_to_others();
     }
   }
   __syncthreads();
@@ -298,7 +306,6 @@ __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
   // This thread's share of what the block stores, which is kOwned rows of every token. The thread
   // that stores an element also fetches what is added to it, so that the residual may be `out`
   // itself; and it does so here, while others still multiply.
-  constexpr unsigned int kOwned = kTileN / kSplitK;
   constexpr unsigned int kShare = (kTileM * kOwned + kThreads - 1) / kThreads;
   float addends[kHasResidual ? kShare : 1];
   const auto for_share = [&](const auto& visit) {
@@ -347,14 +354,16 @@ __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
     // Block `rank` of the cluster finishes its kOwned rows; all send it their sums.
     float* inbox = reinterpret_cast<float*>(shared + Layout::kInbox);
     cluster_wait();  // every block of the cluster has begun, so its shared memory may be written
-    for (unsigned int i = threadIdx.x; i < num_tokens * kTileN; i += kThreads) {
-      const unsigned int token = i / kTileN;
-      const unsigned int row = i % kTileN;
+    for (unsigned int i = threadIdx.x; i < num_tokens * (kTileN / 4); i += kThreads) {
+      const unsigned int token = i / (kTileN / 4);
+      const unsigned int row = i % (kTileN / 4) * 4;
+      float totals[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) totals[j] = sum_of_warps(token, row + j);
       const float* place = inbox + (rank * kTileM + token) * kOwned + row % kOwned;
-      store_to_rank(shared_address(place), row / kOwned, sum_of_warps(token, row));
+      send_to_rank(shared_address(place), inbox_full, row / kOwned, totals);
     }
-    cluster_arrive();
-    cluster_wait();
+    wait_barrier(inbox_full, 0);
     for_share([&](unsigned int token, unsigned int i, float addend) {
       float total = 0.0f;
 #pragma unroll

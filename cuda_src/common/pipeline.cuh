@@ -67,6 +67,14 @@ __device__ __forceinline__ void arrive(unsigned int barrier) {
                : "memory");
 }
 
+// Arrives, and announces how many bytes will come by the copy engine.
+__device__ __forceinline__ void arrive_expecting(unsigned int barrier, unsigned int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+#endif
+}
+
 // Arrives once every asynchronous copy that this thread issued so far is done.
 __device__ __forceinline__ void arrive_after_copies(unsigned int barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");

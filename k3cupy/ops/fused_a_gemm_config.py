@@ -97,9 +97,9 @@ class FusedAGemmConfig:
         rings = row_bytes * (self.stages * self.tile_n + self.stages_x * self.tile_m)
         sums = 4 * self.warps_k * self.tile_m * (self.tile_n + _SUM_PADDING)
         alignment = 1024 if self.needs_warpgroups else 128
-        barriers = -(-16 * (self.stages + self.stages_x) // alignment) * alignment
+        barriers = 16 * (self.stages + self.stages_x) + (8 if self.split_k > 1 else 0)
         inbox = 4 * self.tile_m * self.tile_n if self.split_k > 1 else 0
-        return barriers + max(rings, sums) + inbox
+        return -(-barriers // alignment) * alignment + max(rings, sums) + inbox
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -142,7 +142,7 @@ class FusedAGemmConfig:
             and 0 < self.tile_m <= MAX_TOKENS
             and self.tile_n > 0
             and self.tile_n % (_WARP_ROWS * self.warps_n) == 0
-            and self.tile_n % self.split_k == 0
+            and self.tile_n % (4 * self.split_k) == 0
             and 0 <= self.block_rows <= self.tile_n
             and self.split_k <= _MAX_CLUSTER
             and self.tile_k >= 64
