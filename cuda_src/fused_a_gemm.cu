@@ -17,8 +17,13 @@
 //     dependent to which only its own predecessor was vouched for would overtake ours.
 //   - Tokens are the narrow side of the tensor-core product (8), weight rows the wide one (16), so
 //     that few tokens waste little. With many tokens the math warps would be the limit, each of which
-//     reads all tokens again for its rows. Then, on sm_90a, the product is that of a warpgroup
-//     (kMmaRows = 64): it reads shared memory itself, and runs on while the next stage is awaited.
+//     reads all tokens again for its rows. Then, on sm_90a, the product is that of a warpgroup: it
+//     reads shared memory itself, and runs on while the next stage is awaited. Its wide side is 64,
+//     rows of the weight (kMmaRows = 64) or, so that a tile may have any multiple of 8 rows, tokens
+//     (kMmaRows = 8).
+//   - With many tokens x is as many bytes as a tile of the weight. From sm_90 on the copy engine may
+//     fetch it, by a tensor map (fused_a_gemm_mapped_x): one thread asks for a stage, and how far
+//     rows lie apart makes no difference.
 //
 // The sum of an element is taken in one fixed order: math warp kWarpsK-th by kWarpsK-th step of 16,
 // then over the warps, then over the blocks of the cluster. It depends on kWarpsK, kSplitK and
@@ -31,6 +36,8 @@
 #include "common/mma.cuh"
 #include "common/pdl.cuh"
 #include "common/pipeline.cuh"
+#include "common/tensor_map.cuh"
+#include "common/warpgroup.cuh"
 
 namespace k3cupy {
 
@@ -38,14 +45,14 @@ constexpr int kWarpRows = 16;
 constexpr int kMmaTokens = 8;
 constexpr int kMmaK = 16;
 constexpr int kBarrierBytes = 8;
-constexpr int kWarpgroupPanel = 64;  // columns that a row of 128 bytes has
+constexpr int kPanelColumns = 64;  // in rows of 128 bytes, as warpgroups and tensor maps have them
 
 // Shared memory: barriers, then the rings, over which the warps' partial sums are laid once the rings
 // are done with, then what the other blocks of the cluster send. The host computes the same sizes.
 template <int kTileM, int kTileN, int kTileK, int kStages, int kStagesX, int kWarpsK, int kSplitK,
-          int kMmaRows>
+          int kMmaRows, bool kMappedX>
 struct SharedLayout {
-  static constexpr int kRingAlignment = kMmaRows == kWarpRows ? 128 : 1024;
+  static constexpr int kRingAlignment = kMmaRows == kWarpRows && !kMappedX ? 128 : 1024;
   static constexpr int kRowBytes = 2 * kTileK;
   static constexpr int kWeightStage = kTileN * kRowBytes;
   static constexpr int kXStage = kTileM * kRowBytes;
@@ -62,32 +69,45 @@ struct SharedLayout {
   static constexpr int kInbox = kRingsEnd > kSumsEnd ? kRingsEnd : kSumsEnd;
 };
 
+// The copy engine needs one thread that asks it.
+constexpr int warps_for_x(int copy_warps, bool mapped) {
+  return mapped ? 1 : copy_warps;
+}
+
+// What both kernels below do; x comes as a pointer, or as a map for the copy engine.
 template <int kTileM, int kTileN, int kTileK, int kStages, int kStagesX, int kWarpsK, int kWarpsN,
-          int kSplitK, int kCopyWarps, int kMmaRows, bool kPacked, bool kAlignedX,
+          int kSplitK, int kCopyWarps, int kMmaRows, bool kMappedX, bool kPacked, bool kAlignedX,
           bool kWeightIsStatic, bool kHasResidual>
-__global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
-    fused_a_gemm(const __nv_bfloat16* weight, unsigned int n, unsigned int k,
-                 const __nv_bfloat16* x, unsigned int num_tokens, long long x_row_stride,
-                 __nv_bfloat16* out, long long out_row_stride, const __nv_bfloat16* residual,
-                 long long residual_row_stride, unsigned int block_rows) {
+__device__ __forceinline__ void compute_tile(
+    const __nv_bfloat16* weight, unsigned int n, unsigned int k, const __nv_bfloat16* x,
+    const TensorMap* x_map, unsigned int num_tokens, long long x_row_stride, __nv_bfloat16* out,
+    long long out_row_stride, const __nv_bfloat16* residual, long long residual_row_stride,
+    unsigned int block_rows) {
   using Layout =
-      SharedLayout<kTileM, kTileN, kTileK, kStages, kStagesX, kWarpsK, kSplitK, kMmaRows>;
-  constexpr int kTeam = kMmaRows / kWarpRows;  // warps that issue a product together
-  constexpr int kPanel = kTeam == 1 ? kTileK : kWarpgroupPanel;
+      SharedLayout<kTileM, kTileN, kTileK, kStages, kStagesX, kWarpsK, kSplitK, kMmaRows, kMappedX>;
+  constexpr int kTeam = kMmaRows == kWarpRows ? 1 : 4;  // warps that issue a product together
+  constexpr bool kWideTokens = kMmaRows == kMmaTokens;  // tokens are a product's wide side
+  constexpr int kPanel = kTeam == 1 ? kTileK : kPanelColumns;
+  constexpr int kPanelX = kMappedX ? kPanelColumns : kPanel;
   constexpr bool kZeroed = kTeam > 1;  // products of a warpgroup take whole stages
   constexpr int kMathWarps = kWarpsK * kWarpsN;
-  constexpr int kThreads = 32 * (kMathWarps + 2 * kCopyWarps);
+  constexpr int kThreads = 32 * (kMathWarps + kCopyWarps + warps_for_x(kCopyWarps, kMappedX));
   constexpr int kCopyThreads = 32 * kCopyWarps;
-  constexpr int kRowTiles = kTileN / kWarpRows / kWarpsN;
+  constexpr int kTeamRows = kTileN / (kWarpsN / kTeam);
+  constexpr int kRowTiles = kWideTokens ? 1 : kTileN / kWarpRows / kWarpsN;
   constexpr int kTokenTiles = kTileM / kMmaTokens;
+  constexpr int kNarrowTiles = kWideTokens ? kTeamRows / kMmaTokens : kTokenTiles;
   constexpr int kSteps = kTileK / kMmaK / kWarpsK;
   constexpr unsigned int kOwned = kTileN / kSplitK;  // rows that a block of the cluster stores
-  static_assert(kTeam == 1 || kTeam == 4, "a product is a warp's or a warpgroup's");
+  static_assert(kMmaRows == kWarpRows || kMmaRows == 64 || kWideTokens,
+                "a product is a warp's or a warpgroup's");
   static_assert(kTeam == 1 || kHasWarpgroups, "products of a warpgroup need sm_90a");
-  static_assert(kTeam == 1 || kTileM == 32 || kTileM == 64, "tokens of a warpgroup's product");
+  static_assert(kTeam == 1 || kTileM == 64 || (kTileM == 32 && !kWideTokens),
+                "tokens of a warpgroup's product");
   static_assert(kTileK % kPanel == 0, "panels share a stage evenly");
   static_assert(kWarpsN % kTeam == 0, "teams share the rows");
-  static_assert(kRowTiles * kWarpRows * kWarpsN == kTileN, "warps share the rows evenly");
+  static_assert(kWideTokens || kRowTiles * kWarpRows * kWarpsN == kTileN,
+                "warps share the rows evenly");
   static_assert(kSteps * kMmaK * kWarpsK == kTileK, "warps share a stage evenly");
   static_assert(kTokenTiles == 1 || kTokenTiles % 2 == 0, "tokens are loaded in pairs of tiles");
   static_assert(kSplitK == 1 || kTileN % (4 * kSplitK) == 0, "blocks share the output rows evenly");
@@ -126,21 +146,21 @@ __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
     }
 #pragma unroll
     for (int s = 0; s < kStagesX; ++s) {
-      init_barrier(x_full + kBarrierBytes * s, kCopyThreads);
+      init_barrier(x_full + kBarrierBytes * s, kMappedX ? 1 : kCopyThreads);
       init_barrier(x_empty + kBarrierBytes * s, kMathWarps);
     }
     if constexpr (kSplitK > 1) {
       init_barrier(inbox_full, 1);
       arrive_expecting(inbox_full, kSplitK * num_tokens * kOwned * sizeof(float));
-      show_barriers_to_others();
     }
+    if constexpr (kMappedX || kSplitK > 1) show_barriers_to_others();
   }
   __syncthreads();
   if constexpr (kSplitK > 1) cluster_arrive_relaxed();
 
   float* sums = reinterpret_cast<float*>(shared + Layout::kSums);
   if (warp < kMathWarps) {
-    float sum[kRowTiles][kTokenTiles][4] = {};
+    float sum[kRowTiles][kNarrowTiles][4] = {};
     const int warp_k = warp / kWarpsN;
     const int warp_n = warp % kWarpsN;
     RingPosition at_weight;
@@ -149,10 +169,18 @@ __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
       const unsigned int weight_row =
           (warp_n * kRowTiles * kWarpRows + lane % 16) * Layout::kRowBytes;
       const unsigned int weight_chunk = lane / 16;
+      constexpr unsigned int kXRowBytes = 2 * kPanelX;
+      constexpr unsigned int kXPanelChunks = kXRowBytes / kCopyBytes;
       const unsigned int x_row =
-          (kTokenTiles == 1 ? lane % 8 : lane % 8 + lane / 16 * 8) * Layout::kRowBytes;
+          (kTokenTiles == 1 ? lane % 8 : lane % 8 + lane / 16 * 8) * kXRowBytes;
       const unsigned int x_chunk = lane / 8 % 2;
       const unsigned int turn = lane % kSwizzleRows;
+      // Where a chunk of this lane's row stands in a stage of x.
+      const auto chunk_of_x = [&](unsigned int chunk) {
+        if constexpr (kPanelX == kTileK) return x_row + swizzled(chunk, turn);
+        return chunk / kXPanelChunks * kTileM * kXRowBytes + x_row +
+               swizzled(chunk % kXPanelChunks, turn);
+      };
 
       for (unsigned int i = 0; i < stages; ++i) {
         const unsigned int weight_stage = weight_ring + at_weight.stage * Layout::kWeightStage;
@@ -163,13 +191,13 @@ __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
           const unsigned int chunk = step * (kMmaK * 2 / kCopyBytes);
           unsigned int tokens[kTokenTiles][2];
           if constexpr (kTokenTiles == 1) {
-            load_matrices(tokens[0], x_stage + x_row + swizzled(chunk + x_chunk, turn));
+            load_matrices(tokens[0], x_stage + chunk_of_x(chunk + x_chunk));
           } else {
 #pragma unroll
             for (int j = 0; j < kTokenTiles; j += 2) {
               unsigned int pair[4];
-              load_matrices(pair, x_stage + x_row + j * kMmaTokens * Layout::kRowBytes +
-                                      swizzled(chunk + x_chunk, turn));
+              load_matrices(pair,
+                            x_stage + j * kMmaTokens * kXRowBytes + chunk_of_x(chunk + x_chunk));
               tokens[j][0] = pair[0];
               tokens[j][1] = pair[1];
               tokens[j + 1][0] = pair[2];
@@ -205,7 +233,7 @@ __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
     } else {
       constexpr unsigned int kPanelRow = 2 * kPanel;
       constexpr unsigned int kPanelSteps = kPanel / kMmaK;
-      const unsigned int team_row = warp_n / kTeam * kRowTiles * kMmaRows;
+      const unsigned int team_row = warp_n / kTeam * kTeamRows;
 
       for (unsigned int i = 0; i < stages; ++i) {
         wait_barrier(weight_full + kBarrierBytes * at_weight.stage, at_weight.parity);
@@ -220,12 +248,16 @@ __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
           const unsigned int step = j * kWarpsK + warp_k;
           const unsigned int panel = step / kPanelSteps;
           const unsigned int column = step % kPanelSteps * (2 * kMmaK);
+          const auto step_tokens = tokens + (panel * kTileM * kPanelRow + column) / kOperandUnit;
 #pragma unroll
           for (int r = 0; r < kRowTiles; ++r) {
-            multiply_add(
-                sum[r],
-                weights + ((panel * kTileN + r * kMmaRows) * kPanelRow + column) / kOperandUnit,
-                tokens + (panel * kTileM * kPanelRow + column) / kOperandUnit);
+            const auto step_weights =
+                weights + ((panel * kTileN + r * kMmaRows) * kPanelRow + column) / kOperandUnit;
+            if constexpr (kWideTokens) {
+              multiply_add(sum[r], step_tokens, step_weights);
+            } else {
+              multiply_add(sum[r], step_weights, step_tokens);
+            }
           }
         }
         commit_products();
@@ -246,14 +278,23 @@ __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
-      for (int j = 0; j < kTokenTiles; ++j) {
-        const int row =
-            (warp_n / kTeam * kRowTiles + r) * kMmaRows + warp_n % kTeam * kWarpRows + lane / 4;
-        const int token = j * kMmaTokens + lane % 4 * 2;
-        own[token * Layout::kSumPitch + row] = sum[r][j][0];
-        own[(token + 1) * Layout::kSumPitch + row] = sum[r][j][1];
-        own[token * Layout::kSumPitch + row + 8] = sum[r][j][2];
-        own[(token + 1) * Layout::kSumPitch + row + 8] = sum[r][j][3];
+      for (int j = 0; j < kNarrowTiles; ++j) {
+        // Of the lane's four sums of a product two are of its wide row, two of the eighth after it.
+        const int wide = warp_n % kTeam * kWarpRows + lane / 4;
+        const int narrow = j * kMmaTokens + lane % 4 * 2;
+        if constexpr (kWideTokens) {
+          const int row = warp_n / kTeam * kTeamRows + narrow;
+          own[wide * Layout::kSumPitch + row] = sum[r][j][0];
+          own[wide * Layout::kSumPitch + row + 1] = sum[r][j][1];
+          own[(wide + 8) * Layout::kSumPitch + row] = sum[r][j][2];
+          own[(wide + 8) * Layout::kSumPitch + row + 1] = sum[r][j][3];
+        } else {
+          const int row = (warp_n / kTeam * kRowTiles + r) * kMmaRows + wide;
+          own[narrow * Layout::kSumPitch + row] = sum[r][j][0];
+          own[(narrow + 1) * Layout::kSumPitch + row] = sum[r][j][1];
+          own[narrow * Layout::kSumPitch + row + 8] = sum[r][j][2];
+          own[(narrow + 1) * Layout::kSumPitch + row + 8] = sum[r][j][3];
+        }
       }
     }
   } else if (warp < kMathWarps + kCopyWarps) {
@@ -271,6 +312,24 @@ __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
       arrive_after_copies(weight_full + kBarrierBytes * at.stage);
       at.advance<kStages>();
     }
+  } else if constexpr (kMappedX) {
+    wait_for_predecessor(x_map, out);
+    release_dependents();
+    if (lane == 0) {
+      RingPosition at;
+      for (unsigned int i = 0; i < stages; ++i) {
+        const unsigned int full = x_full + kBarrierBytes * at.stage;
+        const unsigned int target = x_ring + at.stage * Layout::kXStage;
+        wait_barrier(x_empty + kBarrierBytes * at.stage, at.parity ^ 1);
+        arrive_expecting(full, Layout::kXStage);
+#pragma unroll
+        for (unsigned int column = 0; column < kTileK; column += kPanelX) {
+          copy_box(target + 2 * kTileM * column, x_map, k_begin + i * kTileK + column, 0, full);
+        }
+        at.advance<kStagesX>();
+      }
+    }
+    __syncwarp();
   } else {
     const unsigned int thread = threadIdx.x - 32 * (kMathWarps + kCopyWarps);
     const long long row_stride = kPacked ? k : x_row_stride;
@@ -373,6 +432,34 @@ __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
       store(token, rank * kOwned + i, total, addend);
     });
   }
+}
+
+template <int kTileM, int kTileN, int kTileK, int kStages, int kStagesX, int kWarpsK, int kWarpsN,
+          int kSplitK, int kCopyWarps, int kMmaRows, bool kPacked, bool kAlignedX,
+          bool kWeightIsStatic, bool kHasResidual>
+__global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
+    fused_a_gemm(const __nv_bfloat16* weight, unsigned int n, unsigned int k,
+                 const __nv_bfloat16* x, unsigned int num_tokens, long long x_row_stride,
+                 __nv_bfloat16* out, long long out_row_stride, const __nv_bfloat16* residual,
+                 long long residual_row_stride, unsigned int block_rows) {
+  compute_tile<kTileM, kTileN, kTileK, kStages, kStagesX, kWarpsK, kWarpsN, kSplitK, kCopyWarps,
+               kMmaRows, false, kPacked, kAlignedX, kWeightIsStatic, kHasResidual>(
+      weight, n, k, x, nullptr, num_tokens, x_row_stride, out, out_row_stride, residual,
+      residual_row_stride, block_rows);
+}
+
+template <int kTileM, int kTileN, int kTileK, int kStages, int kStagesX, int kWarpsK, int kWarpsN,
+          int kSplitK, int kCopyWarps, int kMmaRows, bool kWeightIsStatic, bool kHasResidual>
+__global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + kCopyWarps + 1))
+    fused_a_gemm_mapped_x(const __nv_bfloat16* weight, unsigned int n, unsigned int k,
+                          const __grid_constant__ TensorMap x_map, unsigned int num_tokens,
+                          __nv_bfloat16* out, long long out_row_stride,
+                          const __nv_bfloat16* residual, long long residual_row_stride,
+                          unsigned int block_rows) {
+  compute_tile<kTileM, kTileN, kTileK, kStages, kStagesX, kWarpsK, kWarpsN, kSplitK, kCopyWarps,
+               kMmaRows, true, true, true, kWeightIsStatic, kHasResidual>(
+      weight, n, k, nullptr, &x_map, num_tokens, 0, out, out_row_stride, residual,
+      residual_row_stride, block_rows);
 }
 
 }  // namespace k3cupy

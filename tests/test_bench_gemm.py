@@ -240,6 +240,33 @@ def test_one_export_is_the_table(exports: list[Path], tmp_path: Path) -> None:
     assert json.loads(table.read_text()) == json.loads(exports[0].read_text())
 
 
+def test_runs_of_later_kernels_replace_what_they_measured(
+    exports: list[Path], tmp_path: Path
+) -> None:
+    """What they leave says with which kernels it was measured, and when."""
+    later = json.loads(exports[1].read_text())
+    kept = [row for row in later["entries"] if row["tokens"] == 8]
+    assert 0 < len(kept) < len(later["entries"])
+    later |= {"sources": "later", "date": "2027-01-01", "entries": kept}
+    exports[1].write_text(json.dumps(later))
+    table = tmp_path / "table.json"
+    assert apply(*exports, "--table", table) == (0, "")
+    made, first = json.loads(table.read_text()), json.loads(exports[0].read_text())
+    assert made["about"].endswith(
+        "the mean of 2 runs, each product of the latest kernels that it was measured with."
+    )
+    assert (made["sources"], made["date"]) == ("later", "2027-01-01")
+    assert len(made["entries"]) == len(first["entries"])
+    for row, before in zip(made["entries"], first["entries"], strict=True):
+        is_later = row["tokens"] == 8
+        after = {entry["residual"]: entry for entry in kept}[row["residual"]]
+        want = after if is_later else before
+        assert row["linear_us"] == pytest.approx(want["linear_us"], abs=1e-4)
+        assert row["chosen"] == want["chosen"]
+        stamp = (None, None) if is_later else (first["date"], first["sources"])
+        assert (row.get("date"), row.get("sources")) == stamp
+
+
 def test_what_makes_no_table_is_one_clear_line(exports: list[Path], tmp_path: Path) -> None:
     table, page = tmp_path / "table.json", tmp_path / "page.md"
     page.write_text("")

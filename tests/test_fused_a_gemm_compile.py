@@ -50,7 +50,12 @@ WARPGROUPS = [
     FusedAGemmConfig(64, 64, 256, 3, 2, 2, 4, 2, 4, 64),
     FusedAGemmConfig(32, 128, 64, 9, 9, 1, 8, 1, 2, 64),
     FusedAGemmConfig(64, 192, 64, 7, 7, 1, 4, 1, 2, 64),
+    FusedAGemmConfig(64, 72, 128, 6, 6, 1, 4, 2, 2, 8),
+    FusedAGemmConfig(64, 112, 128, 5, 5, 2, 4, 1, 2, 8),
+    FusedAGemmConfig(64, 64, 128, 7, 7, 2, 4, 1, 2, 64, mapped_x=True),
+    FusedAGemmConfig(64, 24, 64, 9, 9, 1, 4, 1, 2, 8, mapped_x=True),
 ]
+MAPPED = replace(CONFIG, mapped_x=True)
 REGISTERS = 65_536
 
 
@@ -197,7 +202,8 @@ def check_products_of_a_warpgroup(wanted: list[Reached]) -> None:
         assert "LDSM" not in {i.base for i in program}
         products = sum(i.base == "HGMMA" for i in program)
         waits = sum(i.opcode.startswith("WARPGROUP.DEPBAR") for i in program)
-        per_stage = config.tile_k // 16 // config.warps_k * config.tile_n // 16 // config.warps_n
+        rows = 16 if config.mma_rows == 64 else config.tile_n // (config.warps_n // 4) // 4
+        per_stage = config.tile_k // 16 // config.warps_k * config.tile_n // rows // config.warps_n
         assert products % per_stage == 0, instance.name
         assert waits <= products // per_stage + 1, instance.name
 
@@ -215,6 +221,21 @@ def test_products_of_a_warpgroup_that_the_table_names() -> None:
     check_products_of_a_warpgroup(list(by_name.values()))
 
 
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_103"])
+def test_x_by_the_copy_engine(arch: str) -> None:
+    """One thread asks for boxes; no warp copies x."""
+    for split in (1, 4):
+        config = replace(MAPPED, split_k=split)
+        cubin = compile_cubin(SOURCE, [config.name_expression(FusedAGemmVariant())], arch)
+        if not HAS_DISASSEMBLER:
+            pytest.skip(NO_DISASSEMBLER)
+        (program,) = sass_of(cubin.code).values()
+        assert not code_problems(program, FusedAGemmVariant(), arch)
+        assert "UTMALDG" in {i.base for i in program}
+        weight_copies = config.tile_n * config.tile_k // 8 // (32 * config.copy_warps)
+        assert sum(i.base == "LDGSTS" for i in program) == weight_copies
+
+
 def test_products_of_a_warpgroup_need_their_architecture() -> None:
     name = WARPGROUPS[0].name_expression(FusedAGemmVariant())
     with pytest.raises(CompileError, match="sm_90a"):
@@ -230,6 +251,7 @@ def test_products_of_a_warpgroup_need_their_architecture() -> None:
         {"tile_n": 32},
         {"mma_rows": 32},
         {"tile_k": 64, "warps_k": 8},
+        {"mma_rows": 8, "tile_m": 32},
     ],
     ids=str,
 )
@@ -265,10 +287,11 @@ def test_the_kernel_and_the_host_agree_on_shared_memory(tmp_path: Path) -> None:
     """Every configuration's size is stated beside the kernel's own layout and must be equal."""
     configs = dict.fromkeys(instance.config for arch in ARCHITECTURES for instance in reached(arch))
     checks = []
-    others = (CONFIG, replace(CONFIG, split_k=8, tile_m=64), *WARPGROUPS)
+    others = (CONFIG, MAPPED, replace(CONFIG, split_k=8, tile_m=64), *WARPGROUPS)
     for config in (*configs, *others):
         fields = (config.tile_m, config.tile_n, config.tile_k, config.stages, config.stages_x)
-        layout = ", ".join(map(str, (*fields, config.warps_k, config.split_k, config.mma_rows)))
+        fields += (config.warps_k, config.split_k, config.mma_rows, str(config.mapped_x).lower())
+        layout = ", ".join(map(str, fields))
         inbox = 4 * config.tile_m * config.tile_n * (config.split_k > 1)
         size = f"SharedLayout<{layout}>::kInbox + {inbox}"
         checks.append(f'static_assert({size} == {config.shared_bytes}, "{config}");')

@@ -18,6 +18,10 @@ from k3cupy.ops.fused_a_gemm_validate import check_config
 from k3cupy.runtime import devices, instances
 
 BASE = k3cupy.FusedAGemmConfig(64, 64, 128, 4, 4, 1, 4, 1, 2, 64)
+WIDE_TOKENS = replace(BASE, tile_n=72, mma_rows=8)
+"""Tokens are the wide side of its products, rows of the weight the narrow one."""
+
+both = pytest.mark.parametrize("base", [BASE, WIDE_TOKENS], ids=["wide weights", "wide tokens"])
 
 
 @pytest.fixture
@@ -29,12 +33,14 @@ def sm_90() -> None:
 # Without a GPU
 
 
-def test_a_configuration_that_only_sm_90_has() -> None:
-    assert check_config(BASE, 64, H200) is BASE
+@both
+def test_a_configuration_that_only_sm_90_has(base: k3cupy.FusedAGemmConfig) -> None:
+    assert check_config(base, 64, H200) is base
     for capability in ((8, 0), (8, 9), (10, 0), (10, 3), (12, 0)):
         gpu = replace(H200, compute_capability=capability)
-        with pytest.raises(ValueError, match=r"^config: expected mma_rows of 16 on sm_.*got 64"):
-            check_config(BASE, 64, gpu)
+        told = rf"^config: expected mma_rows of 16 on sm_.*got {base.mma_rows}"
+        with pytest.raises(ValueError, match=told):
+            check_config(base, 64, gpu)
         assert not any(c.needs_warpgroups for c in candidates(4608, 1536, 64, gpu))
 
 
@@ -55,6 +61,7 @@ def test_only_a_measurement_names_them(tokens: int) -> None:
             config, _ = choose(n, k, tokens, gpu, batch_invariant=invariant)
             assert not config.needs_warpgroups
             assert not config.block_rows
+            assert not config.mapped_x
 
 
 def test_candidates_that_leave_no_multiprocessor_out() -> None:
@@ -62,12 +69,14 @@ def test_candidates_that_leave_no_multiprocessor_out() -> None:
     found = candidates(7168, 1536, 64, H200)
     spread = {(c.tile_n, c.block_rows, c.blocks(7168)) for c in found if c.block_rows}
     assert (64, 55, 131) in spread
+    even = {(c.tile_n, c.split_k, c.blocks(4608)) for c in candidates(4608, 1536, 64, H200)}
+    assert (72, 2, 128) in even, "64 clusters of two; 66 fit"
     assert all(c.is_valid(H200) for c in found)
     assert len(set(found)) == len(found)
 
 
 def test_the_order_of_a_sum_is_another() -> None:
-    assert BASE.order != replace(BASE, mma_rows=16).order
+    assert len({c.order for c in (BASE, WIDE_TOKENS, replace(BASE, mma_rows=16))}) == 3
     assert BASE.order == replace(BASE, tile_m=32, tile_n=128, tile_k=64, stages=7).order
 
 
@@ -78,8 +87,21 @@ def test_on_the_cpu_a_configuration_changes_nothing() -> None:
 
 # On a GPU
 
+WIDE_TOKENS_CONFIGS = [
+    WIDE_TOKENS,
+    *(
+        replace(WIDE_TOKENS, tile_n=tile_n, stages=3, stages_x=3, mapped_x=tile_n % 16 == 0)
+        for tile_n in range(16, 129, 8)
+    ),
+    replace(WIDE_TOKENS, tile_k=64, stages=12, stages_x=5),
+    replace(WIDE_TOKENS, tile_n=144, warps_n=8, stages=3, stages_x=2),
+    replace(WIDE_TOKENS, block_rows=35),
+    replace(WIDE_TOKENS, copy_warps=1, mapped_x=True),
+]
 CONFIGS = [
     BASE,
+    replace(BASE, mapped_x=True),
+    replace(BASE, tile_n=128, stages=3, mapped_x=True, copy_warps=4),
     replace(BASE, tile_k=64, stages=14, stages_x=5),
     replace(BASE, tile_k=256, stages=3, stages_x=2),
     replace(BASE, tile_n=128, stages=3),
@@ -101,23 +123,31 @@ def test_values(tokens: int, sm_90: None) -> None:
         results = [run_and_check(x, weight, config=config) for config in CONFIGS]
         if tokens <= 32:
             results.append(run_and_check(x, weight, config=replace(BASE, tile_m=32)))
-        for result in results[1:]:
-            same_bits(result, results[0])
+        others = [run_and_check(x, weight, config=config) for config in WIDE_TOKENS_CONFIGS]
+        for found in (results, others):
+            for result in found[1:]:
+                same_bits(result, found[0])
 
 
 @pytest.mark.gpu
+@both
 @pytest.mark.parametrize("warps_k", [1, 2])
 @pytest.mark.parametrize("split", [1, 2, 4])
 def test_warpgroups_and_clusters_that_share_the_columns(
-    split: int, warps_k: int, sm_90: None
+    split: int, warps_k: int, base: k3cupy.FusedAGemmConfig, sm_90: None
 ) -> None:
-    first = replace(BASE, split_k=split, warps_k=warps_k)
+    first = replace(base, split_k=split, warps_k=warps_k, tile_n=64 if base is BASE else 80)
     second = replace(first, tile_n=128, stages=2, stages_x=2)
+    third = replace(first, mapped_x=True)
     for n, k in ((100, 16), (7, 80), (200, 2064), (130, 4096)):
         x, weight = inputs(37, n, k, "cuda", strides=(k + 8, 1))
         residual = residual_of(37, n, "cuda", strides=(n + 1, 1))
-        results = [run_and_check(x, weight, residual=residual, config=c) for c in (first, second)]
-        same_bits(results[0], results[1])
+        results = [
+            run_and_check(x, weight, residual=residual, config=config)
+            for config in (first, second, third)
+        ]
+        same_bits(results[1], results[0])
+        same_bits(results[2], results[0])
 
 
 @pytest.mark.gpu
@@ -130,7 +160,8 @@ def test_projections_of_the_model(sm_90: None) -> None:
 
 
 @pytest.mark.gpu
-def test_sums_that_are_exact(sm_90: None) -> None:
+@both
+def test_sums_that_are_exact(base: k3cupy.FusedAGemmConfig, sm_90: None) -> None:
     """One-hot rows of x pick single columns of the weight, bit by bit."""
     n, k = 200, 336
     weight = guarded(normal((n, k), 1), "cuda")
@@ -138,29 +169,35 @@ def test_sums_that_are_exact(sm_90: None) -> None:
         count = min(64, k - start)
         x = torch.zeros(count, k, dtype=BF16, device="cuda")
         x[range(count), range(start, start + count)] = 1
-        got = op(x, weight, config=BASE)
+        got = op(x, weight, config=base)
         assert torch.equal(got, weight[:, start : start + count].T)
 
 
 @pytest.mark.gpu
-def test_layouts_of_x(sm_90: None) -> None:
+@both
+def test_layouts_of_x(base: k3cupy.FusedAGemmConfig, sm_90: None) -> None:
     x, weight = inputs(37, 200, 1552, "cuda")
-    packed = op(x, weight, config=BASE)
+    packed = op(x, weight, config=base)
     for stride, shift in ((1560, 0), (1553, 0), (1552, 2), (3104, 8)):
         other = guarded(x.cpu(), "cuda", strides=(stride, 1), shift=shift)
-        same_bits(run_and_check(other, weight, config=BASE), packed, f"{stride}, {shift}")
+        same_bits(run_and_check(other, weight, config=base), packed, f"{stride}, {shift}")
 
 
 @pytest.mark.gpu
-def test_what_is_poisoned_stays_alone(sm_90: None) -> None:
+@both
+@pytest.mark.parametrize("mapped", [False, True], ids=["copied", "mapped"])
+def test_what_is_poisoned_stays_alone(
+    mapped: bool, base: k3cupy.FusedAGemmConfig, sm_90: None
+) -> None:
     """A row of x, a row of the weight, and whatever an earlier kernel left in shared memory."""
+    config = replace(base, mapped_x=mapped)
     x, weight = inputs(37, 200, 1552, "cuda")
     poison = torch.full((64, 1552), float("nan"), dtype=BF16, device="cuda")
-    clean = op(x, weight, config=BASE)
-    op(poison, poison, config=BASE)
-    same_bits(op(x, weight, config=BASE), clean)
+    clean = op(x, weight, config=config)
+    op(poison, poison, config=config)
+    same_bits(op(x, weight, config=config), clean)
     x[5, 1551], weight[77, 0] = float("nan"), float("inf")
-    out = op(x, weight, config=BASE)
+    out = op(x, weight, config=config)
     assert out[5].isnan().all()
     assert not out[:, 77].isfinite().any()
     out[5], out[:, 77] = clean[5], clean[:, 77]
@@ -168,20 +205,26 @@ def test_what_is_poisoned_stays_alone(sm_90: None) -> None:
 
 
 @pytest.mark.gpu
-def test_a_row_does_not_depend_on_the_others(sm_90: None) -> None:
+@both
+def test_a_row_does_not_depend_on_the_others(base: k3cupy.FusedAGemmConfig, sm_90: None) -> None:
     x, weight = inputs(64, 200, 2048, "cuda")
-    whole = op(x, weight, config=BASE)
+    whole = op(x, weight, config=base)
     for tokens in (1, 7, 8, 16, 17, 33, 63):
-        same_bits(op(x[:tokens], weight, config=BASE), whole[:tokens], f"M = {tokens}")
-        last = op(x[64 - tokens :], weight, config=BASE)
+        same_bits(op(x[:tokens], weight, config=base), whole[:tokens], f"M = {tokens}")
+        last = op(x[64 - tokens :], weight, config=base)
         same_bits(last, whole[64 - tokens :], f"the last {tokens}")
     for _ in range(50):
-        same_bits(op(x, weight, config=BASE), whole)
+        same_bits(op(x, weight, config=base), whole)
 
 
 @pytest.mark.gpu
-def test_in_a_graph_among_dependent_launches(sm_90: None) -> None:
+@both
+@pytest.mark.parametrize("mapped", [False, True], ids=["copied", "mapped"])
+def test_in_a_graph_among_dependent_launches(
+    mapped: bool, base: k3cupy.FusedAGemmConfig, sm_90: None
+) -> None:
     """Products that feed products: a ring may fill early, and is drained in time."""
+    config = replace(base, mapped_x=mapped)
     first, second = normal((256, 512), 1, "cuda"), normal((512, 256), 2, "cuda")
     x, scale = normal((64, 512), 3, "cuda"), 2**-5
     middle = torch.empty(64, 256, dtype=BF16, device="cuda")
@@ -189,8 +232,8 @@ def test_in_a_graph_among_dependent_launches(sm_90: None) -> None:
 
     def chain(pdl: bool | None = None) -> None:
         for _ in range(4):
-            op(x, first, middle, config=BASE, pdl=pdl, weight_is_static=True)
-            op(middle, second, out, config=BASE, pdl=pdl, weight_is_static=True)
+            op(x, first, middle, config=config, pdl=pdl, weight_is_static=True)
+            op(middle, second, out, config=config, pdl=pdl, weight_is_static=True)
 
     chain()
     graph, _ = captured(chain)
@@ -208,7 +251,7 @@ def test_in_a_graph_among_dependent_launches(sm_90: None) -> None:
 
 @pytest.mark.gpu
 def test_nothing_spills(sm_90: None) -> None:
-    for config in CONFIGS:
+    for config in (*CONFIGS, *WIDE_TOKENS_CONFIGS):
         loaded = instances.load(config.instance(k3cupy.FusedAGemmVariant()), 0)
         assert loaded.local_bytes == 0
         assert loaded.registers * config.block_size <= 65_536

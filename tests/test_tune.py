@@ -211,7 +211,7 @@ def test_the_preset_needs_few_instances() -> None:
     for."""
     wanted = targets(presets.preset_shapes("kimi-k3-tp8"), gemm_tables.TOKENS, residual=False)
     assert len(wanted) == 13 * 14
-    assert len({c.instance(t) for t in wanted for c in candidates(t, {}, H200)}) < 1000
+    assert len({c.instance(t) for t in wanted for c in candidates(t, {}, H200)}) < 1100
 
 
 @pytest.mark.parametrize("residual", [False, True])

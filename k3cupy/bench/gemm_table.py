@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from k3cupy.dispatch.tuning import files
@@ -15,23 +16,37 @@ from k3cupy.ops.gemm_entry import GemmEntry
 def write_mean(exports: Sequence[Path], table: Path) -> None:
     """Write the mean of exported runs as a table to ship.
 
+    Runs of later kernels replace what those of earlier kernels say of the same product. What they
+    leave keeps the date and the digest of the kernels that it was measured with.
+
     Args:
-        exports: files of ``tune --export``.
+        exports: files of ``tune --export``; those of the latest kernels last.
         table: the file to write; its folder is made.
 
     Raises:
-        ValueError: a file is none, or they are not of one GPU and one version of the kernels.
+        ValueError: a file is none, or they are not of one GPU.
     """
     headers, runs = zip(*map(files.read_export, exports), strict=True)
-    for fact in ("gpu", "arch", "sources"):
-        found = {header[fact] for header in headers}
-        if len(found) != 1:
-            raise ValueError(f"expected runs of one {fact}, got {', '.join(sorted(found))}")
-    runs_in_words = "" if len(runs) == 1 else f", the mean of {len(runs)} runs"
-    about = f"Measured by `python -m k3cupy tune`{runs_in_words}."
-    header = {**headers[-1], "about": about}
+    for fact in ("gpu", "arch"):
+        facts = {header[fact] for header in headers}
+        if len(facts) != 1:
+            raise ValueError(f"expected runs of one {fact}, got {', '.join(sorted(facts))}")
+    found: dict[tuple[int, int, int, bool], GemmEntry] = {}
+    kernels = list(dict.fromkeys(header["sources"] for header in headers))
+    for digest in kernels:
+        of_these = [i for i, header in enumerate(headers) if header["sources"] == digest]
+        date = headers[of_these[-1]]["date"]
+        for entry in mean_of([runs[i] for i in of_these]):
+            earlier = digest != headers[-1]["sources"]
+            found[entry.key] = replace(entry, date=date, sources=digest) if earlier else entry
+    about = "Measured by `python -m k3cupy tune`"
+    if len(runs) > 1:
+        about += f", the mean of {len(runs)} runs"
+    if len(kernels) > 1:
+        about += ", each product of the latest kernels that it was measured with"
+    header = {**headers[-1], "about": f"{about}."}
     table.parent.mkdir(parents=True, exist_ok=True)
-    table.write_text(gemm_cache.table_text(header, mean_of(runs)), encoding="utf-8")
+    table.write_text(gemm_cache.table_text(header, list(found.values())), encoding="utf-8")
 
 
 def mean_of(runs: Sequence[Sequence[GemmEntry]]) -> list[GemmEntry]:

@@ -7,62 +7,78 @@ import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import NamedTuple
 
 from k3cupy.ops import gemm_tables
-from k3cupy.ops.fused_a_gemm_config import FusedAGemmConfig
+from k3cupy.ops.fused_a_gemm_config import UNIT_OF_ROWS, WIDE_TOKENS, FusedAGemmConfig
 from k3cupy.ops.gemm_entry import FUSED_A, Times
 from k3cupy.ops.gemm_tables import TOKEN_CLASSES, GemmTable
 from k3cupy.runtime.devices import DeviceInfo
+
+
+class _Shape(NamedTuple):
+    """Part of a configuration: how a tile is cut, before anyone knows how deep its rings are."""
+
+    tile_n: int
+    tile_k: int
+    warps_k: int
+    warps_n: int
+    copy_warps: int
+    mma_rows: int = 16
+    mapped_x: bool = False
+
 
 _FEW_TILE_N, _FEW_WARPS_K = (16, 32, 48, 64), (4, 8)
 _FEW_COPY_WARPS = {8: (2,), 16: (2, 4)}
 """For few tokens, copy_warps by tile_m: combined with each tile_n and warps_k above."""
 
-_SHAPES: dict[int, tuple[tuple[int, ...], ...]] = {
+_SHAPES: dict[int, tuple[_Shape, ...]] = {
+    16: (_Shape(64, 256, 4, 2, 2),),
     32: (
-        (16, 512, 8, 1, 2),
-        (32, 512, 8, 1, 4),
-        (32, 256, 8, 1, 4),
-        (32, 256, 4, 1, 2),
-        (48, 512, 4, 1, 2),
-        (48, 256, 4, 1, 2),
-        (64, 256, 4, 1, 2),
-        (64, 256, 4, 2, 2),
-        (64, 256, 2, 2, 2),
-        (64, 128, 4, 2, 2),
-        (80, 128, 4, 1, 2),
-        (160, 64, 2, 5, 2),
-        (64, 128, 1, 4, 2, 64),
-        (128, 64, 1, 8, 2, 64),
+        _Shape(16, 512, 8, 1, 2),
+        _Shape(32, 512, 8, 1, 4),
+        _Shape(32, 256, 8, 1, 4),
+        _Shape(32, 256, 4, 1, 2),
+        _Shape(32, 256, 4, 2, 2),
+        _Shape(48, 512, 4, 1, 2),
+        _Shape(48, 256, 4, 1, 2),
+        _Shape(64, 256, 4, 1, 2),
+        _Shape(64, 256, 4, 2, 2),
+        _Shape(64, 256, 2, 2, 2),
+        _Shape(64, 128, 4, 2, 2),
+        _Shape(80, 128, 4, 1, 2),
+        _Shape(96, 128, 2, 3, 2),
+        _Shape(160, 64, 2, 5, 2),
+        _Shape(64, 128, 1, 4, 2, 64),
+        _Shape(128, 64, 1, 8, 2, 64),
     ),
     64: (
-        (32, 256, 4, 1, 4),
-        (48, 256, 4, 1, 2),
-        (64, 256, 4, 2, 2),
-        (64, 256, 2, 2, 2),
-        (64, 128, 4, 2, 2),
-        (64, 128, 2, 2, 2),
-        (64, 128, 4, 1, 2),
-        (80, 128, 4, 1, 2),
-        (96, 128, 2, 3, 2),
-        (128, 64, 2, 4, 2),
-        (160, 64, 2, 5, 2),
-        (64, 128, 1, 4, 2, 64),
-        (64, 128, 2, 4, 2, 64),
-        (128, 64, 1, 8, 2, 64),
-        (192, 64, 1, 4, 2, 64),
+        _Shape(32, 256, 4, 1, 4),
+        _Shape(48, 256, 4, 1, 2),
+        _Shape(64, 256, 4, 2, 2),
+        _Shape(64, 128, 4, 2, 2),
+        _Shape(64, 128, 4, 1, 2),
+        _Shape(80, 128, 4, 1, 2),
+        _Shape(96, 128, 2, 3, 2),
+        _Shape(64, 128, 1, 4, 2, 64, mapped_x=True),
+        _Shape(64, 128, 2, 4, 2, 64, mapped_x=True),
+        _Shape(64, 128, 2, 4, 2, 64),
     ),
 }
-"""For more tokens, by tile_m: (tile_n, tile_k, warps_k, warps_n, copy_warps) and, where it is not a
-warp's, the mma_rows, that are worth a look: fast somewhere, or one even wave for some N."""
+"""By tile_m, what is worth a look beside that: fast somewhere, or one even wave for some N."""
+
+_EVEN_WARPS_K, _EVEN_TILE_K = (1, 2), 128
+_EVEN_TILES = range(16, 129, 8)
+"""Where a product of a warpgroup has 64 tokens as its wide side, a tile may have any of these rows:
+just enough for an even wave, and the next."""
 
 _SPLITS = (1, 2, 4)
 _MAX_STAGES = 12
-_MANY_TOKENS = 32
+_SPREAD_FROM = 16
 _ORDER_OF_ALL = (4, 1, 16)
 """A summation order that every tile_m has candidates for, so that batch invariance is possible."""
 
-_TILES_M = (*_FEW_COPY_WARPS, *_SHAPES)
+_TILES_M = (8, 16, 32, 64)
 
 _SMALLEST = {tile_m: FusedAGemmConfig(tile_m, 16, 64, 2, 2, 4, 1, 1, 1) for tile_m in _TILES_M}
 """What fits any GPU, should nothing else."""
@@ -73,18 +89,51 @@ def tile_m_of(num_tokens: int) -> int:
     return next(tile for tile in _TILES_M if tile >= num_tokens)
 
 
-def _shapes(tile_m: int, k: int) -> Iterable[tuple[int, ...]]:
-    """Return the tiles and warps to try, as ``_SHAPES`` has them."""
-    if tile_m not in _FEW_COPY_WARPS:
-        return _SHAPES[tile_m]
-    # Three stages or more in a row of the weight, and not so many that barriers take the time.
-    tile_ks = (512, 256) if k >= 1024 else (256, 128) if k >= 512 else (128,)
-    return (
-        (tile_n, tile_k, warps_k, 1, copy_warps)
+def _shapes(tile_m: int, n: int, k: int, split_k: int, device: DeviceInfo) -> Iterable[_Shape]:
+    """Return the shapes to try for a product, its columns shared by ``split_k`` blocks."""
+    yield from _SHAPES.get(tile_m, ())
+    if tile_m in _FEW_COPY_WARPS:
+        # Three stages or more in a row of the weight, and not so many that barriers take the time.
+        tile_ks = (512, 256) if k >= 1024 else (256, 128) if k >= 512 else (128,)
         for tile_n, tile_k, warps_k, copy_warps in itertools.product(
             _FEW_TILE_N, tile_ks, _FEW_WARPS_K, _FEW_COPY_WARPS[tile_m]
-        )
-    )
+        ):
+            yield _Shape(tile_n, tile_k, warps_k, 1, copy_warps)
+    if tile_m == WIDE_TOKENS and device.has_warpgroups:
+        for tile_n, warps_k in itertools.product(_even_tiles(n, split_k, device), _EVEN_WARPS_K):
+            mapped_x = split_k == 1
+            yield _Shape(tile_n, _EVEN_TILE_K, warps_k, 4, 2, UNIT_OF_ROWS, mapped_x)
+
+
+def _even_tiles(n: int, split_k: int, device: DeviceInfo) -> list[int]:
+    """Return the tiles of which there are about as many as clusters, or two or three times so many.
+
+    The rows are a multiple of what the blocks of a cluster can share.
+    """
+    unit = math.lcm(UNIT_OF_ROWS, 4 * split_k)
+    found = []
+    for waves in (1, 2, 3) if split_k == 1 else (1,):
+        rows = _even_rows(n, split_k, waves, device)
+        least = -(-rows // unit) * unit
+        found += [least, least + unit] if waves == 1 else [least]
+    return [tile for tile in dict.fromkeys(found) if tile in _EVEN_TILES]
+
+
+def _even_rows(n: int, split_k: int, waves: int, device: DeviceInfo) -> int:
+    """Return the rows a block with which clusters of ``split_k`` blocks fill the GPU evenly.
+
+    Larger clusters leave some multiprocessors out, as each lies within one part of the GPU.
+
+    Args:
+        n: rows of the weight.
+        split_k: blocks a cluster.
+        waves: how many times they are to fill it.
+        device: the GPU.
+    """
+    clusters = device.num_sms // split_k
+    if split_k > 2:
+        clusters = max(clusters * 10 // 11, 1)
+    return -(-n // (waves * clusters))
 
 
 def candidates(n: int, k: int, num_tokens: int, device: DeviceInfo) -> tuple[FusedAGemmConfig, ...]:
@@ -101,36 +150,55 @@ def candidates(n: int, k: int, num_tokens: int, device: DeviceInfo) -> tuple[Fus
         device: the GPU.
     """
     tile_m = tile_m_of(num_tokens)
-    found = []
-    for tile_n, tile_k, warps_k, warps_n, copy_warps, *mma_rows in _shapes(tile_m, k):
-        while tile_k > max(k, 64):
-            tile_k //= 2
-        for split_k in _SPLITS:
-            blocks = -(-n // tile_n) * split_k
+    found: dict[FusedAGemmConfig, None] = {}
+    for split_k in _SPLITS:
+        for shape in _shapes(tile_m, n, k, split_k, device):
+            blocks = -(-n // shape.tile_n) * split_k
             if split_k > 1 and (blocks > 2 * device.num_sms or k < 1024):
                 continue
+            draft = _draft(tile_m, shape, split_k, k)
             resident = -(-blocks // device.num_sms)
             for blocks_per_sm in (resident, resident + 1) if resident <= 3 else (2, 3, 4):
-                draft = FusedAGemmConfig(
-                    tile_m, tile_n, tile_k, 2, 2, warps_k, warps_n, split_k, copy_warps, *mma_rows
-                )
                 config = _deepened(draft, k, device, blocks_per_sm)
-                if config is not None and config not in found:
-                    found += [config, *_spread(config, n, device)]
+                if config is None or (config.mapped_x and not config.can_map(k)):
+                    continue
+                found |= dict.fromkeys([config, *_spread(config, n, device)])
     return tuple(found) or (_SMALLEST[tile_m],)
+
+
+def _draft(tile_m: int, shape: _Shape, split_k: int, k: int) -> FusedAGemmConfig:
+    tile_k = shape.tile_k
+    while tile_k > max(k, 64):
+        tile_k //= 2
+    tile_n, _, warps_k, warps_n, copy_warps, mma_rows, mapped_x = shape
+    return FusedAGemmConfig(
+        tile_m,
+        tile_n,
+        tile_k,
+        stages=2,
+        stages_x=2,
+        warps_k=warps_k,
+        warps_n=warps_n,
+        split_k=split_k,
+        copy_warps=copy_warps,
+        mma_rows=mma_rows,
+        mapped_x=mapped_x,
+    )
 
 
 def _spread(config: FusedAGemmConfig, n: int, device: DeviceInfo) -> tuple[FusedAGemmConfig, ...]:
     """Return a configuration with fewer rows a block, so that no multiprocessor is left out.
 
     Empty where that is no other one, where a smaller tile has room for these rows, and where the
-    work of a multiprocessor is not what counts: with few tokens.
+    bytes of one multiprocessor are not what counts: with few tokens, with some more where it would
+    be an eighth of them or less.
     """
-    if config.split_k > 1 or config.tile_m < _MANY_TOKENS:
+    if config.tile_m < _SPREAD_FROM:
         return ()
     waves = -(-config.blocks(n) // device.num_sms)
-    rows = -(-n // (waves * device.num_sms))
-    is_other = config.tile_n - config.mma_rows < rows < config.tile_n
+    rows = _even_rows(n, config.split_k, waves, device)
+    most = config.tile_n if config.tile_m > _SPREAD_FROM else config.tile_n * 7 // 8 + 1
+    is_other = config.tile_n - config.mma_rows < rows < most
     return (replace(config, block_rows=rows),) if is_other else ()
 
 
@@ -193,7 +261,7 @@ def estimate_us(config: FusedAGemmConfig, n: int, k: int, device: DeviceInfo) ->
 
 def _is_modelled(config: FusedAGemmConfig) -> bool:
     """Return whether the model was fitted to such configurations; others need a measurement."""
-    return not config.needs_warpgroups and config.block_rows == 0
+    return not (config.needs_warpgroups or config.block_rows or config.mapped_x)
 
 
 # --- The tables -----------------------------------------------------------------------------------

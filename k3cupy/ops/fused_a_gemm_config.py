@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.instances import Instance, template_flag
@@ -15,9 +15,14 @@ MAX_TOKENS = 64
 K_MULTIPLE = 16
 """K is a multiple of this: one step of the tensor cores."""
 
-_WARP_ROWS, _WARPGROUP_ROWS, _MMA_TOKENS, _MMA_K = 16, 64, 8, 16
-_WARPGROUP_TOKENS = (32, 64)
-_PANEL = 64
+_WARP_ROWS, _MMA_TOKENS, _MMA_K = 16, 8, 16
+_WIDE, _NARROW_SIDES = 64, range(16, 129, 8)
+"""Sides of a warpgroup's product; of the narrow one those that the source has."""
+
+WIDE_TOKENS, UNIT_OF_ROWS = _WIDE, 8
+"""tile_m and ``mma_rows`` where the tokens are the wide side."""
+
+_TEAM, _PANEL = 4, 64
 _SUM_PADDING = 4
 _MAX_THREADS = 1024
 _REGISTERS_PER_SM = 65536
@@ -63,9 +68,13 @@ class FusedAGemmConfig:
         split_k: blocks of a cluster that share the columns of a tile; above 1 from sm_90 on.
         copy_warps: warps that copy the weight, and as many that copy x.
         mma_rows: rows of the weight in one tensor-core product: 16, a warp's; or 64, that of four
-            warps together, which exists on sm_90 alone.
+            warps together, which exists on sm_90 alone. Such a product has a wide side of 64 and a
+            narrow one of any multiple of 8; with 8 the tokens are the wide side, 64 of them, and
+            ``tile_n`` is a multiple of 8.
         block_rows: rows of the tile that a block uses, where fewer than all spread the weight more
             evenly over the GPU; 0 for all.
+        mapped_x: the copy engine fetches x, by a tensor map, in place of copy warps; from sm_90 to
+            sm_103.
     """
 
     tile_m: int
@@ -79,6 +88,7 @@ class FusedAGemmConfig:
     copy_warps: int
     mma_rows: int = _WARP_ROWS
     block_rows: int = 0
+    mapped_x: bool = False
 
     @property
     def rows(self) -> int:
@@ -88,7 +98,8 @@ class FusedAGemmConfig:
     @property
     def block_size(self) -> int:
         """Threads a block."""
-        return 32 * (self.warps_k * self.warps_n + 2 * self.copy_warps)
+        warps_for_x = 1 if self.mapped_x else self.copy_warps
+        return 32 * (self.warps_k * self.warps_n + self.copy_warps + warps_for_x)
 
     @property
     def shared_bytes(self) -> int:
@@ -96,7 +107,7 @@ class FusedAGemmConfig:
         row_bytes = 2 * self.tile_k
         rings = row_bytes * (self.stages * self.tile_n + self.stages_x * self.tile_m)
         sums = 4 * self.warps_k * self.tile_m * (self.tile_n + _SUM_PADDING)
-        alignment = 1024 if self.needs_warpgroups else 128
+        alignment = 1024 if self.needs_warpgroups or self.mapped_x else 128
         barriers = 16 * (self.stages + self.stages_x) + (8 if self.split_k > 1 else 0)
         inbox = 4 * self.tile_m * self.tile_n if self.split_k > 1 else 0
         return -(-barriers // alignment) * alignment + max(rings, sums) + inbox
@@ -109,7 +120,20 @@ class FusedAGemmConfig:
     @property
     def needs_warpgroups(self) -> bool:
         """Whether the products are those of a warpgroup, which only sm_90a has."""
-        return self.mma_rows == _WARPGROUP_ROWS
+        return self.mma_rows != _WARP_ROWS
+
+    def with_copy_warps(self) -> FusedAGemmConfig:
+        """Return the configuration whose warps fetch x; it gives the same bits."""
+        return replace(self, mapped_x=False)
+
+    def can_map(self, k: int) -> bool:
+        """Return whether the copy engine can fetch x for K columns.
+
+        The copy engine fills what lies behind the last column with zeros, which a product of a
+        warpgroup needs, but not what lies behind the columns of one block of a split.
+        """
+        split = self.needs_warpgroups and self.split_k > 1
+        return self.mapped_x and not (split and k % (self.split_k * self.tile_k))
 
     def is_valid(self, device: DeviceInfo | None = None) -> bool:
         """Return whether the kernel can be compiled with these numbers and run on a GPU.
@@ -117,20 +141,21 @@ class FusedAGemmConfig:
         Args:
             device: the GPU; without it only what holds on every GPU is looked at.
         """
-        rows_of_warp = self.tile_n // (_WARP_ROWS * max(self.warps_n, 1))
         return (
             self._is_well_formed()
             and self._copies_fit()
             and self.block_size <= _MAX_THREADS
-            and self._sums(rows_of_warp) + _REGISTERS_BESIDE_SUMS <= self._registers()
+            and self._sums_of_thread() + _REGISTERS_BESIDE_SUMS <= self._registers()
             and (
                 device is None
                 or (
                     self.shared_bytes <= device.shared_memory_optin
-                    and (self.split_k == 1 or device.compute_capability >= (9, 0))
-                    and (not self.needs_warpgroups or device.compute_capability == (9, 0))
+                    and (self.split_k == 1 or device.has_clusters)
+                    and (not self.needs_warpgroups or device.has_warpgroups)
+                    and (not self.mapped_x or device.has_tensor_maps)
                 )
             )
+            and (not self.mapped_x or self.with_copy_warps().is_valid(device))
         )
 
     def _is_well_formed(self) -> bool:
@@ -141,29 +166,33 @@ class FusedAGemmConfig:
             and tokens
             and 0 < self.tile_m <= MAX_TOKENS
             and self.tile_n > 0
-            and self.tile_n % (_WARP_ROWS * self.warps_n) == 0
             and self.tile_n % (4 * self.split_k) == 0
             and 0 <= self.block_rows <= self.tile_n
             and self.split_k <= _MAX_CLUSTER
             and self.tile_k >= 64
+            and (not self.mapped_x or self.tile_k % _PANEL == 0)
             and self.tile_k % (_MMA_K * self.warps_k) == 0
-            and (self.mma_rows == _WARP_ROWS or self._is_for_warpgroups())
+            and (self._is_for_warps() if self.mma_rows == _WARP_ROWS else self._is_for_warpgroups())
         )
 
+    def _is_for_warps(self) -> bool:
+        return self.tile_n % (_WARP_ROWS * self.warps_n) == 0
+
     def _is_for_warpgroups(self) -> bool:
-        return (
-            self.needs_warpgroups
-            and self.tile_m in _WARPGROUP_TOKENS
-            and self.warps_n % (_WARPGROUP_ROWS // _WARP_ROWS) == 0
-            and self.tile_k % _PANEL == 0
-        )
+        teams, others = divmod(self.warps_n, _TEAM)
+        if others or self.tile_k % _PANEL or self.tile_n % teams:
+            return False
+        rows = self.tile_n // teams
+        if self.mma_rows == UNIT_OF_ROWS:
+            return self.tile_m == WIDE_TOKENS and rows in _NARROW_SIDES
+        return self.mma_rows == _WIDE and self.tile_m in (32, 64) and rows % _WIDE == 0
 
     def _copies_fit(self) -> bool:
         chunks, threads = self.tile_k // 8, 32 * self.copy_warps
         return threads % chunks == 0 if chunks <= threads else chunks % threads == 0
 
-    def _sums(self, rows_of_warp: int) -> int:
-        return rows_of_warp * (self.tile_m // _MMA_TOKENS) * 4
+    def _sums_of_thread(self) -> int:
+        return self.tile_m * self.tile_n // (32 * self.warps_n)
 
     def _registers(self) -> int:
         return min(_REGISTERS_PER_SM // self.block_size // 8 * 8, _MAX_REGISTERS)
@@ -181,12 +210,20 @@ class FusedAGemmConfig:
 
     def name_expression(self, variant: FusedAGemmVariant) -> str:
         """Return the C++ name of the instance."""
-        template = astuple(self)[:-1]  # the rows of a block are an argument of the kernel
-        arguments = [*map(str, template), *map(template_flag, astuple(variant))]
-        return f"k3cupy::fused_a_gemm<{', '.join(arguments)}>"
+        *template, _block_rows, _mapped_x = astuple(self)  # the rows are an argument of the kernel
+        flags = [variant.weight_is_static, variant.has_residual]
+        mapped = self.mapped_x and variant.aligned_x
+        if not mapped:
+            flags = [variant.packed, variant.aligned_x, *flags]
+        arguments = [*map(str, template), *map(template_flag, flags)]
+        return f"k3cupy::fused_a_gemm{'_mapped_x' if mapped else ''}<{', '.join(arguments)}>"
 
     def instance(self, variant: FusedAGemmVariant) -> Instance:
-        """Return what ``runtime.instances`` compiles."""
+        """Return what ``runtime.instances`` compiles.
+
+        The copy engine fetches rows of x that begin at multiples of 16 bytes; for others it is the
+        kernel of ``with_copy_warps``.
+        """
         return Instance(SOURCE, self.name_expression(variant), self.needs_warpgroups)
 
     def __str__(self) -> str:
@@ -196,4 +233,5 @@ class FusedAGemmConfig:
             f"tile {self.tile_m}x{self.tile_n}x{self.tile_k}{rows}, {self.stages}+{self.stages_x} "
             f"stages, {self.warps_k}x{self.warps_n} warps, split {self.split_k}, "
             f"{self.copy_warps} copy warps{', warpgroups' if self.needs_warpgroups else ''}"
+            f"{', x mapped' if self.mapped_x else ''}"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,12 @@ from k3cupy.ops.gemm_plan import Kernel, row_stride
 from k3cupy.ops.gemm_validate import Form
 from k3cupy.ops.plan_cache import Plan
 from k3cupy.reference.fused_a_gemm import fused_a_gemm_reference
-from k3cupy.runtime import devices
+from k3cupy.runtime import devices, tensor_maps
 from k3cupy.runtime.devices import DeviceInfo
+from k3cupy.runtime.tensor_maps import Box
+
+_MAX_MAPPED_STRIDE = 1 << 39
+"""Elements between two rows: a tensor map's limit of 2^40 bytes."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,30 @@ def decide(problem: FusedAGemmProblem, options: Options) -> Decision:
         invariant = options.batch_invariant
         return choose(problem.n, problem.k, problem.num_tokens, device, batch_invariant=invariant)
 
-    return gemm_plan.decide(problem, problem.variant, options.pdl, config, choice)
+    decision = gemm_plan.decide(problem, problem.variant, options.pdl, config, choice)
+    return _mapped_or_not(problem, decision)
+
+
+def _mapped_or_not(problem: FusedAGemmProblem, decision: Decision) -> Decision:
+    """Return the decision with copy warps in place of the copy engine, where x needs them."""
+    config, x = decision.config, problem.x
+    if config is None or not config.mapped_x:
+        return decision
+    if problem.slow_reason is not None:
+        why = None  # the reason tells that already
+    elif problem.num_tokens > 1 and not problem.k <= x.strides[0] < _MAX_MAPPED_STRIDE:
+        why = f"its rows are {x.strides[0]} elements apart, not {problem.k} to 2^39"
+    elif not config.can_map(problem.k):
+        why = f"K = {problem.k} is no multiple of {config.split_k * config.tile_k}"
+    else:
+        return decision
+    config = config.with_copy_warps()
+    return replace(
+        decision,
+        config=config,
+        name_expression=config.name_expression(problem.variant),
+        reason=decision.reason + (f"; x by copy warps, because {why}" if why else ""),
+    )
 
 
 def make_plan(form: Form, values: Values, options: Options, stream: Any) -> Plan:
@@ -80,6 +107,8 @@ def make_plan(form: Form, values: Values, options: Options, stream: Any) -> Plan
 
 
 def _kernel(problem: FusedAGemmProblem, config: FusedAGemmConfig) -> Kernel:
+    if config.mapped_x:
+        return _mapped_kernel(problem, config)
     return Kernel(
         instance=config.instance(problem.variant),
         arguments=(
@@ -100,4 +129,30 @@ def _kernel(problem: FusedAGemmProblem, config: FusedAGemmConfig) -> Kernel:
         block=config.block_size,
         shared_bytes=config.shared_bytes,
         cluster=config.split_k,
+    )
+
+
+def _mapped_kernel(problem: FusedAGemmProblem, config: FusedAGemmConfig) -> Kernel:
+    x = problem.x
+    box = Box(problem.num_tokens, problem.k, row_stride(x) or problem.k, config.tile_m)
+    return Kernel(
+        instance=config.instance(problem.variant),
+        arguments=(
+            0,
+            np.uint32(problem.n),
+            np.uint32(problem.k),
+            None,
+            np.uint32(problem.num_tokens),
+            0,
+            row_stride(problem.out, problem.n),
+            0,
+            row_stride(problem.residual),
+            np.uint32(config.rows),
+        ),
+        pointers=(3, 0, 5, 7),
+        grid=config.blocks(problem.n) // config.split_k,
+        block=config.block_size,
+        shared_bytes=config.shared_bytes,
+        cluster=config.split_k,
+        x_argument=tensor_maps.mapper(box, x.device_index),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from k3cupy.ops import checks
@@ -89,16 +89,22 @@ def check_config(
             f"{config.shared_bytes} bytes",
             "Take fewer stages or a smaller tile",
         )
-    if config.needs_warpgroups and not replace(config, split_k=1).is_valid(device):
+    if config.needs_warpgroups and not device.has_warpgroups:
         checks.reject(
             "config",
             f"mma_rows of 16 on {device.arch}, for products of a warpgroup exist on sm_90 alone",
             str(config.mma_rows),
         )
-    if not config.is_valid(device):
+    if config.split_k > 1 and not device.has_clusters:
         checks.reject(
             "config",
             f"split_k of 1 on {device.arch}, for clusters exist from sm_90 on",
             str(config.split_k),
+        )
+    if config.mapped_x and not device.has_tensor_maps:
+        checks.reject(
+            "config",
+            f"mapped_x of False on {device.arch}, for tensor maps are used from sm_90 to sm_103",
+            str(config.mapped_x),
         )
     return config

@@ -118,7 +118,7 @@ def fastest_of(linear_us: float | None, times: Mapping[str, Times]) -> Choice | 
 @functools.lru_cache(maxsize=_KEPT)
 def key_of(config: Any) -> str:
     """Return a configuration as a table writes it: its fields, as ``8/16/512/8/8/8/1/1/4``."""
-    return "/".join(str(value) for value in dataclasses.astuple(config))
+    return "/".join(str(int(value)) for value in dataclasses.astuple(config))
 
 
 @functools.lru_cache(maxsize=_KEPT)
@@ -131,13 +131,27 @@ def config_of(backend: str, key: str) -> Any:
     if backend not in BACKENDS:
         raise ValueError(f"there is no backend {backend!r}")
     try:
-        config = BACKENDS[backend](*(int(part) for part in key.split("/")))
+        config = BACKENDS[backend](*_values(BACKENDS[backend], key))
         valid = config.is_valid()
     except (AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ValueError(f"{backend} has no configuration {key!r}") from error
     if not valid:
         raise ValueError(f"{backend} cannot run the configuration {key!r}")
     return config
+
+
+def _values(kind: Any, key: str) -> list[int | bool]:
+    """Return the values of a configuration's fields, in order; those left out have defaults."""
+    numbers, fields = [int(part) for part in key.split("/")], dataclasses.fields(kind)
+    if len(numbers) > len(fields):
+        raise ValueError(f"expected at most {len(fields)} numbers, got {len(numbers)}")
+    values: list[int | bool] = []
+    for number, field in zip(numbers, fields, strict=False):
+        is_flag = field.type == "bool"
+        if is_flag and number not in (0, 1):
+            raise ValueError(f"expected 0 or 1 for {field.name}, got {number}")
+        values.append(bool(number) if is_flag else number)
+    return values
 
 
 def entry_of(fields: Any, source: str, *, measured: bool = True) -> GemmEntry:

@@ -38,6 +38,7 @@ class Kernel:
         block: threads a block.
         shared_bytes: dynamic shared memory a block.
         cluster: blocks a cluster.
+        x_argument: makes x's argument of its address; None where that is the address itself.
     """
 
     instance: Instance
@@ -47,6 +48,7 @@ class Kernel:
     block: int
     shared_bytes: int = 0
     cluster: int = 1
+    x_argument: Callable[[int], Any] | None = None
 
 
 def row_stride(v: TensorView | None, packed: int = 0) -> int:
@@ -181,6 +183,7 @@ class CudaPlan:
         if kernel.shared_bytes:
             loaded.allow_shared_memory(kernel.shared_bytes)
         self._arguments = list(kernel.arguments)
+        self._x_argument = kernel.x_argument
         self._x, self._weight, self._out, self._residual = kernel.pointers
         self._launch = launch.make_launcher(
             self._place.device,
@@ -204,7 +207,8 @@ class CudaPlan:
             out_address = self._output.address_of(out)
         if self._launch is not None:
             arguments = self._arguments.copy()
-            arguments[self._x] = addresses[X]
+            x, of_address = addresses[X], self._x_argument
+            arguments[self._x] = x if of_address is None else of_address(x)
             arguments[self._weight] = addresses[WEIGHT]
             arguments[self._out] = out_address
             arguments[self._residual] = addresses[RESIDUAL]

@@ -40,6 +40,24 @@ class DeviceInfo:
         """Whether programmatic dependent launch exists (sm_90 and newer)."""
         return self.compute_capability >= (9, 0)
 
+    @property
+    def has_clusters(self) -> bool:
+        """Whether blocks can form clusters (sm_90 and newer)."""
+        return self.compute_capability >= (9, 0)
+
+    @property
+    def has_tensor_maps(self) -> bool:
+        """Whether a copy engine fetches boxes of a matrix by a tensor map (sm_90 to sm_103).
+
+        sm_120 has it too, but there the compiler leads its arguments through local memory.
+        """
+        return (9, 0) <= self.compute_capability < (12, 0)
+
+    @property
+    def has_warpgroups(self) -> bool:
+        """Whether four warps issue a tensor-core product together (``wgmma``, sm_90 alone)."""
+        return self.compute_capability == (9, 0)
+
 
 def count() -> int:
     """Return the number of GPUs.
