@@ -240,26 +240,42 @@ def test_one_export_is_the_table(exports: list[Path], tmp_path: Path) -> None:
     assert json.loads(table.read_text()) == json.loads(exports[0].read_text())
 
 
-def test_runs_of_later_kernels_replace_what_they_measured(
-    exports: list[Path], tmp_path: Path
-) -> None:
-    """What they leave says with which kernels it was measured, and when."""
-    later = json.loads(exports[1].read_text())
-    kept = [row for row in later["entries"] if row["tokens"] == 8]
+def later_run(path: Path, tokens: int, faster: float) -> None:
+    """Make a run one of later kernels, of some of its products, with ours so much faster."""
+    later = json.loads(path.read_text())
+    kept = [row for row in later["entries"] if row["tokens"] == tokens]
     assert 0 < len(kept) < len(later["entries"])
+    for row in kept:
+        row["us"] = {
+            backend: {config: round(us / faster, 4) for config, us in times.items()}
+            for backend, times in row["us"].items()
+        }
+        times = [
+            (us, backend, config)
+            for backend, found in row["us"].items()
+            for config, us in found.items()
+        ]
+        us, backend, config = min(times)
+        is_ahead = us < row["linear_us"]
+        row["chosen"] = {"backend": backend, "config": config} if is_ahead else None
     later |= {"sources": "later", "date": "2027-01-01", "entries": kept}
-    exports[1].write_text(json.dumps(later))
+    path.write_text(json.dumps(later))
+
+
+@pytest.mark.parametrize("faster", [2.0, 0.25])
+def test_runs_of_later_kernels(exports: list[Path], tmp_path: Path, faster: float) -> None:
+    """They replace what they measured, unless that was clearly faster; what stays is dated."""
+    first = json.loads(exports[0].read_text())
+    later_run(exports[1], 8, faster)
     table = tmp_path / "table.json"
     assert apply(*exports, "--table", table) == (0, "")
-    made, first = json.loads(table.read_text()), json.loads(exports[0].read_text())
-    assert made["about"].endswith(
-        "the mean of 2 runs, each product of the latest kernels that it was measured with."
-    )
+    made, second = (json.loads(path.read_text()) for path in (table, exports[1]))
+    assert made["about"].endswith(", 2 runs of 2 versions of the kernels.")
     assert (made["sources"], made["date"]) == ("later", "2027-01-01")
     assert len(made["entries"]) == len(first["entries"])
     for row, before in zip(made["entries"], first["entries"], strict=True):
-        is_later = row["tokens"] == 8
-        after = {entry["residual"]: entry for entry in kept}[row["residual"]]
+        is_later = row["tokens"] == 8 and faster > 1
+        after = {entry["residual"]: entry for entry in second["entries"]}[row["residual"]]
         want = after if is_later else before
         assert row["linear_us"] == pytest.approx(want["linear_us"], abs=1e-4)
         assert row["chosen"] == want["chosen"]

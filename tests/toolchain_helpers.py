@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ from k3cupy.ops.mla_decode_config import (
     MlaDecodeVariant,
     dispatched_configs,
 )
-from k3cupy.runtime import devices, instances, sources, toolchain
+from k3cupy.runtime import binaries, devices, instances, sources, toolchain
 from k3cupy.runtime.offline import compile_cubin
 
 # --- The instances that a call can reach ---------------------------------------------------------
@@ -451,7 +451,18 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 
 
 @pytest.fixture
-def fake_h200(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    """A fake compiler for a GPU that says it is an H200."""
+def fake_h200(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeGpu:
+    """A fake compiler for a GPU that says it is an H200; also for its own instructions."""
+
+    @contextlib.contextmanager
+    def binary(
+        _source: Any, _file: str, name: str, arch: str, _: Any
+    ) -> Iterator[tuple[Path, str]]:
+        assert arch == "sm_90a"
+        path = tmp_path / "own.cubin"
+        write(path, "")
+        yield path, name
+
     monkeypatch.setattr(devices, "info", lambda _: H200)
+    monkeypatch.setattr(binaries, "binary", binary)
     return fake_gpu(monkeypatch)

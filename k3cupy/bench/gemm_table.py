@@ -8,16 +8,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from k3cupy.dispatch.tuning import files
-from k3cupy.dispatch.tuning.candidates import Candidate, Target, entry_from, times_of
+from k3cupy.dispatch.tuning.candidates import LINEAR, Candidate, Target, entry_from, times_of
 from k3cupy.ops import gemm_cache
 from k3cupy.ops.gemm_entry import GemmEntry
+
+_WORTH_KEEPING = 1.02
+"""How much further ahead of the framework's linear an earlier entry must be to stay: more than two
+runs differ by."""
 
 
 def write_mean(exports: Sequence[Path], table: Path) -> None:
     """Write the mean of exported runs as a table to ship.
 
-    Runs of later kernels replace what those of earlier kernels say of the same product. What they
-    leave keeps the date and the digest of the kernels that it was measured with.
+    Runs of later kernels replace what those of earlier kernels say of the same product, unless the
+    fastest of the earlier ones was clearly further ahead of the framework's linear: the tuner's
+    candidates change, too. What stays keeps the date and the digest of its kernels.
 
     Args:
         exports: files of ``tune --export``; those of the latest kernels last.
@@ -35,18 +40,32 @@ def write_mean(exports: Sequence[Path], table: Path) -> None:
     kernels = list(dict.fromkeys(header["sources"] for header in headers))
     for digest in kernels:
         of_these = [i for i, header in enumerate(headers) if header["sources"] == digest]
-        date = headers[of_these[-1]]["date"]
+        stamp = {"date": headers[of_these[-1]]["date"], "sources": digest}
         for entry in mean_of([runs[i] for i in of_these]):
-            earlier = digest != headers[-1]["sources"]
-            found[entry.key] = replace(entry, date=date, sources=digest) if earlier else entry
+            earlier = found.get(entry.key)
+            if earlier is None or _lead(earlier) < _lead(entry) * _WORTH_KEEPING:
+                found[entry.key] = replace(entry, **stamp)
     about = "Measured by `python -m k3cupy tune`"
-    if len(runs) > 1:
-        about += f", the mean of {len(runs)} runs"
     if len(kernels) > 1:
-        about += ", each product of the latest kernels that it was measured with"
+        about += f", {len(runs)} runs of {len(kernels)} versions of the kernels"
+    elif len(runs) > 1:
+        about += f", the mean of {len(runs)} runs"
     header = {**headers[-1], "about": f"{about}."}
+    entries = [_undated_where_of(header["sources"], entry) for entry in found.values()]
     table.parent.mkdir(parents=True, exist_ok=True)
-    table.write_text(gemm_cache.table_text(header, list(found.values())), encoding="utf-8")
+    table.write_text(gemm_cache.table_text(header, entries), encoding="utf-8")
+
+
+def _lead(entry: GemmEntry) -> float:
+    """Return how far the fastest kernel of ours is ahead of the framework's linear."""
+    times = times_of(entry)
+    linear_us = times.pop(LINEAR)
+    return linear_us / min(times.values(), default=linear_us)
+
+
+def _undated_where_of(digest: str, entry: GemmEntry) -> GemmEntry:
+    """Return an entry without what the table's header says of it."""
+    return files.undated(entry) if entry.sources == digest else entry
 
 
 def mean_of(runs: Sequence[Sequence[GemmEntry]]) -> list[GemmEntry]:

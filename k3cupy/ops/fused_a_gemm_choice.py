@@ -63,6 +63,7 @@ _SHAPES: dict[int, tuple[_Shape, ...]] = {
         _Shape(64, 128, 1, 4, 2, 64, mapped_x=True),
         _Shape(64, 128, 2, 4, 2, 64, mapped_x=True),
         _Shape(64, 128, 2, 4, 2, 64),
+        _Shape(192, 64, 1, 4, 2, 64),
     ),
 }
 """By tile_m, what is worth a look beside that: fast somewhere, or one even wave for some N."""
@@ -115,7 +116,7 @@ def _even_tiles(n: int, split_k: int, device: DeviceInfo) -> list[int]:
     for waves in (1, 2, 3) if split_k == 1 else (1,):
         rows = _even_rows(n, split_k, waves, device)
         least = -(-rows // unit) * unit
-        found += [least, least + unit] if waves == 1 else [least]
+        found += [least, least + unit]
     return [tile for tile in dict.fromkeys(found) if tile in _EVEN_TILES]
 
 
