@@ -36,24 +36,25 @@ def write_mean(exports: Sequence[Path], table: Path) -> None:
         facts = {header[fact] for header in headers}
         if len(facts) != 1:
             raise ValueError(f"expected runs of one {fact}, got {', '.join(sorted(facts))}")
+    newest = headers[-1]["sources"]
     found: dict[tuple[int, int, int, bool], GemmEntry] = {}
     kernels = list(dict.fromkeys(header["sources"] for header in headers))
     for digest in kernels:
         of_these = [i for i, header in enumerate(headers) if header["sources"] == digest]
-        stamp = {"date": headers[of_these[-1]]["date"], "sources": digest}
+        date = headers[of_these[-1]]["date"]
         for entry in mean_of([runs[i] for i in of_these]):
             earlier = found.get(entry.key)
             if earlier is None or _lead(earlier) < _lead(entry) * _WORTH_KEEPING:
-                found[entry.key] = replace(entry, **stamp)
+                dated = replace(entry, date=date, sources=digest)
+                found[entry.key] = entry if digest == newest else dated
     about = "Measured by `python -m k3cupy tune`"
     if len(kernels) > 1:
         about += f", {len(runs)} runs of {len(kernels)} versions of the kernels"
     elif len(runs) > 1:
         about += f", the mean of {len(runs)} runs"
     header = {**headers[-1], "about": f"{about}."}
-    entries = [_undated_where_of(header["sources"], entry) for entry in found.values()]
     table.parent.mkdir(parents=True, exist_ok=True)
-    table.write_text(gemm_cache.table_text(header, entries), encoding="utf-8")
+    table.write_text(gemm_cache.table_text(header, found.values()), encoding="utf-8")
 
 
 def _lead(entry: GemmEntry) -> float:
@@ -61,11 +62,6 @@ def _lead(entry: GemmEntry) -> float:
     times = times_of(entry)
     linear_us = times.pop(LINEAR)
     return linear_us / min(times.values(), default=linear_us)
-
-
-def _undated_where_of(digest: str, entry: GemmEntry) -> GemmEntry:
-    """Return an entry without what the table's header says of it."""
-    return files.undated(entry) if entry.sources == digest else entry
 
 
 def mean_of(runs: Sequence[Sequence[GemmEntry]]) -> list[GemmEntry]:

@@ -73,8 +73,7 @@ class _FusedA:
         return fused_a_gemm_choice.choose(n, k, num_tokens, device, batch_invariant=batch_invariant)
 
     def fitted(self, config: Any, num_tokens: int, device: DeviceInfo) -> Any:
-        fits = config is not None and config.tile_m >= num_tokens and config.is_valid(device)
-        return config if fits else None
+        return config if config is not None and config.fits(num_tokens, device) else None
 
     def make_plan(
         self,

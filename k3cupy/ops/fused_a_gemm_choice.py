@@ -69,9 +69,8 @@ _SHAPES: dict[int, tuple[_Shape, ...]] = {
 """By tile_m, what is worth a look beside that: fast somewhere, or one even wave for some N."""
 
 _EVEN_WARPS_K, _EVEN_TILE_K = (1, 2), 128
-_EVEN_TILES = range(16, 129, 8)
-"""Where a product of a warpgroup has 64 tokens as its wide side, a tile may have any of these rows:
-just enough for an even wave, and the next."""
+"""Where a product of a warpgroup has 64 tokens as its wide side, a tile may have any multiple of
+8 rows: just enough for an even wave, and the next."""
 
 _SPLITS = (1, 2, 4)
 _MAX_STAGES = 12
@@ -109,7 +108,8 @@ def _shapes(tile_m: int, n: int, k: int, split_k: int, device: DeviceInfo) -> It
 def _even_tiles(n: int, split_k: int, device: DeviceInfo) -> list[int]:
     """Return the tiles of which there are about as many as clusters, or two or three times so many.
 
-    The rows are a multiple of what the blocks of a cluster can share.
+    The rows are a multiple of what the blocks of a cluster can share. Tiles that the kernel does
+    not have are for ``is_valid`` to refuse.
     """
     unit = math.lcm(UNIT_OF_ROWS, 4 * split_k)
     found = []
@@ -117,7 +117,7 @@ def _even_tiles(n: int, split_k: int, device: DeviceInfo) -> list[int]:
         rows = _even_rows(n, split_k, waves, device)
         least = -(-rows // unit) * unit
         found += [least, least + unit]
-    return [tile for tile in dict.fromkeys(found) if tile in _EVEN_TILES]
+    return list(dict.fromkeys(found))
 
 
 def _even_rows(n: int, split_k: int, waves: int, device: DeviceInfo) -> int:
@@ -270,11 +270,7 @@ def _is_modelled(config: FusedAGemmConfig) -> bool:
 
 def _fastest(times: Times, num_tokens: int, device: DeviceInfo) -> FusedAGemmConfig | None:
     """Return the fastest that can compute a number of tokens on a GPU."""
-    fitting = {
-        config: us
-        for config, us in times.items()
-        if config.tile_m >= num_tokens and config.is_valid(device)
-    }
+    fitting = {config: us for config, us in times.items() if config.fits(num_tokens, device)}
     return min(fitting, key=lambda config: fitting[config]) if fitting else None
 
 
@@ -293,7 +289,7 @@ def _invariant(
         tokens: {
             config: us
             for config, us in entries[tokens].times.get(FUSED_A, {}).items()
-            if config.tile_m >= tokens and config.is_valid(device)
+            if config.fits(tokens, device)
         }
         for tokens in TOKEN_CLASSES
     }

@@ -158,6 +158,10 @@ class FusedAGemmConfig:
             and (not self.mapped_x or self.with_copy_warps().is_valid(device))
         )
 
+    def fits(self, num_tokens: int, device: DeviceInfo) -> bool:
+        """Return whether a GPU can compute a number of tokens with it."""
+        return self.tile_m >= num_tokens and self.is_valid(device)
+
     def _is_well_formed(self) -> bool:
         tokens = self.tile_m == _MMA_TOKENS or self.tile_m % (2 * _MMA_TOKENS) == 0
         return (

@@ -107,52 +107,29 @@ def make_plan(form: Form, values: Values, options: Options, stream: Any) -> Plan
 
 
 def _kernel(problem: FusedAGemmProblem, config: FusedAGemmConfig) -> Kernel:
-    if config.mapped_x:
-        return _mapped_kernel(problem, config)
-    return Kernel(
-        instance=config.instance(problem.variant),
-        arguments=(
-            0,
-            np.uint32(problem.n),
-            np.uint32(problem.k),
-            0,
-            np.uint32(problem.num_tokens),
-            row_stride(problem.x),
-            0,
-            row_stride(problem.out, problem.n),
-            0,
-            row_stride(problem.residual),
-            np.uint32(config.rows),
-        ),
-        pointers=(3, 0, 6, 8),
-        grid=config.blocks(problem.n) // config.split_k,
-        block=config.block_size,
-        shared_bytes=config.shared_bytes,
-        cluster=config.split_k,
-    )
-
-
-def _mapped_kernel(problem: FusedAGemmProblem, config: FusedAGemmConfig) -> Kernel:
     x = problem.x
-    box = Box(problem.num_tokens, problem.k, row_stride(x) or problem.k, config.tile_m)
+    x_strides = [] if config.mapped_x else [row_stride(x)]
+    x_argument = None
+    if config.mapped_x:
+        box = Box(problem.num_tokens, problem.k, row_stride(x) or problem.k, config.tile_m)
+        x_argument = tensor_maps.mapper(box, x.device_index)
+    before_out = (0, np.uint32(problem.n), np.uint32(problem.k), 0, np.uint32(problem.num_tokens))
+    out_at = len(before_out) + len(x_strides)
     return Kernel(
         instance=config.instance(problem.variant),
         arguments=(
-            0,
-            np.uint32(problem.n),
-            np.uint32(problem.k),
-            None,
-            np.uint32(problem.num_tokens),
+            *before_out,
+            *x_strides,
             0,
             row_stride(problem.out, problem.n),
             0,
             row_stride(problem.residual),
             np.uint32(config.rows),
         ),
-        pointers=(3, 0, 5, 7),
+        pointers=(3, 0, out_at, out_at + 2),
         grid=config.blocks(problem.n) // config.split_k,
         block=config.block_size,
         shared_bytes=config.shared_bytes,
         cluster=config.split_k,
-        x_argument=tensor_maps.mapper(box, x.device_index),
+        x_argument=x_argument,
     )
