@@ -17,8 +17,9 @@ from tune_helpers import run as tune_with
 
 from k3cupy.bench import forms, report
 from k3cupy.cli import main
-from k3cupy.dispatch.tuning.candidates import Candidate, Target
+from k3cupy.dispatch.tuning.candidates import LINEAR, Candidate, Target, entry_from, times_of
 from k3cupy.ops import fused_a_gemm_choice
+from k3cupy.ops.gemm_entry import USER, entry_of
 from k3cupy.runtime.devices import DeviceInfo
 
 # --- The fused-A GEMM ---
@@ -245,21 +246,13 @@ def later_run(path: Path, tokens: int, faster: float) -> None:
     later = json.loads(path.read_text())
     kept = [row for row in later["entries"] if row["tokens"] == tokens]
     assert 0 < len(kept) < len(later["entries"])
-    for row in kept:
-        row["us"] = {
-            backend: {config: round(us / faster, 4) for config, us in times.items()}
-            for backend, times in row["us"].items()
-        }
-        times = [
-            (us, backend, config)
-            for backend, found in row["us"].items()
-            for config, us in found.items()
-        ]
-        us, backend, config = min(times)
-        is_ahead = us < row["linear_us"]
-        row["chosen"] = {"backend": backend, "config": config} if is_ahead else None
-    later |= {"sources": "later", "date": "2027-01-01", "entries": kept}
-    path.write_text(json.dumps(later))
+    entries = []
+    for entry in (entry_of(row, USER) for row in kept):
+        times = {c: us if c == LINEAR else us / faster for c, us in times_of(entry).items()}
+        entries.append(entry_from(Target(*entry.key), times).fields())
+    path.write_text(
+        json.dumps({**later, "sources": "later", "date": "2027-01-01", "entries": entries})
+    )
 
 
 @pytest.mark.parametrize("faster", [2.0, 0.25])
