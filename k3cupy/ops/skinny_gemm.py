@@ -8,22 +8,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from k3cupy.ops import checks, gemm_tables
-from k3cupy.ops.decision import Decision
-from k3cupy.ops.gemm_validate import FRIENDLY
-from k3cupy.ops.plan_cache import PlanCache
-from k3cupy.ops.skinny_gemm_config import SOURCE, SkinnyGemmConfig
-from k3cupy.ops.skinny_gemm_plan import Options, decide, make_plan
-from k3cupy.ops.skinny_gemm_validate import check_config, validate
-from k3cupy.runtime import sources
+from k3cupy.accept import checks, gemm
+from k3cupy.accept.gemm import GemmProblem, check_skinny_config
+from k3cupy.call.arguments import Values
+from k3cupy.call.choice import Choice
+from k3cupy.call.launch import Launch
+from k3cupy.call.operation import Operation, bound
+from k3cupy.choose.gemm import SKINNY, choose
+from k3cupy.kernels import skinny_gemm as kernel
+from k3cupy.kernels.skinny_gemm import SOURCE, SkinnyGemmConfig
+from k3cupy.reference.skinny_gemm import skinny_gemm_reference
+from k3cupy.runtime.devices import DeviceInfo
 
 
 def skinny_gemm(
     x: Any,
     weight: Any,
     residual: Any = None,
-    out: Any = None,
     *,
+    out: Any = None,
     pdl: bool | None = None,
     weight_is_static: bool = False,
     stream: Any = None,
@@ -72,52 +75,76 @@ def skinny_gemm(
         tensor(129., dtype=torch.float16)
     """
     if config is not None:
-        check_config(config)
+        check_skinny_config(config)
     if type(weight_is_static) is not bool or type(pdl) not in _OPTIONAL:
         checks.check_flags(pdl=pdl, weight_is_static=weight_is_static)
-    values = (x, weight, out, residual)
-    addresses, signature, owners = FRIENDLY.arguments.probe(values, stream)
-    options = (pdl, weight_is_static, config)
-    key = (*signature, options, gemm_tables.generation(), sources.epoch(SOURCE))
-    plan = _plans.get(key)
-    if plan is None:
-        plan = make_plan(values, Options(*options), stream)
-        _plans.remember(key, plan)
-    result = plan.run(values, addresses, stream)
-    del owners  # memory that exists only for this call has been used, or queued to be
-    return result
+    return OPERATION((x, weight, residual, out), (pdl, weight_is_static, config), stream)
 
 
-def explain_skinny_gemm(
-    x: Any,
-    weight: Any,
-    residual: Any = None,
-    out: Any = None,
-    *,
-    pdl: bool | None = None,
-    weight_is_static: bool = False,
-    stream: Any = None,
-    config: SkinnyGemmConfig | None = None,
-) -> Decision:
+def explain_skinny_gemm(*args: Any, **kwargs: Any) -> Choice:
     """Say what ``skinny_gemm`` would run, and why; launch nothing.
 
     Takes the arguments of that function, validates them as it does, and raises the same errors.
 
     Returns:
-        Backend, configuration, template instance and the reason in words.
+        Kernel, configuration, template instance and the reason in words.
 
     Example:
         >>> import torch, k3cupy
         >>> x, weight = torch.ones(4, 128).bfloat16(), torch.ones(256, 128).bfloat16()
         >>> print(k3cupy.explain_skinny_gemm(x, weight))
-        reference: the tensors are on the CPU
+        skinny on the CPU: the tensors are on the CPU
     """
-    checks.check_flags(pdl=pdl, weight_is_static=weight_is_static)
-    options = Options(pdl, weight_is_static, check_config(config))
-    problem = validate((x, weight, out, residual), weight_is_static=weight_is_static)
-    checks.check_grad(problem.views)
-    return decide(problem, options)
+    given = bound(skinny_gemm, args, kwargs)
+    checks.check_flags(pdl=given["pdl"], weight_is_static=given["weight_is_static"])
+    check_skinny_config(given["config"])
+    return OPERATION.explain(given)
 
 
-_plans = PlanCache()
 _OPTIONAL = (type(None), bool)
+
+
+def _accept(values: Values, _pdl: Any, weight_is_static: bool, _config: Any) -> GemmProblem:
+    return gemm.accept(gemm.OURS, gemm.SKINNY, values, weight_is_static=weight_is_static)
+
+
+def _choose(
+    problem: GemmProblem,
+    gpu: DeviceInfo,
+    _pdl: bool | None,
+    _weight_is_static: bool,
+    config: SkinnyGemmConfig | None,
+) -> Choice:
+    found = choose(
+        (SKINNY,),
+        problem.n,
+        problem.k,
+        problem.num_tokens,
+        gpu,
+        residual=problem.residual is not None,
+        config=check_skinny_config(config, problem.num_tokens),
+    )
+    return checks.told_of_slow_rows(found, problem)
+
+
+def _launches(problem: GemmProblem, choice: Choice, _gpu: DeviceInfo) -> list[Launch]:
+    return [kernel.launch(problem, choice.config)]
+
+
+def _compute(problem: GemmProblem, arrays: dict[str, Any]) -> None:
+    skinny_gemm_reference(
+        arrays["x"], arrays["weight"], arrays["out"], arrays.get(gemm.RESIDUAL)
+    )
+
+
+OPERATION = Operation(
+    kernel=SKINNY,
+    arguments=gemm.OURS.arguments,
+    options=("pdl", "weight_is_static", "config"),
+    sources=(SOURCE,),
+    accept=_accept,
+    choose=_choose,
+    launches=_launches,
+    instance=kernel.instance_of,
+    reference=_compute,
+)

@@ -142,14 +142,15 @@ _DLPACK: _Handlers = (_probe_dlpack, _view_dlpack)
 
 _by_type: dict[type, _Handlers] = {}
 
-_torch_types: set[type] = set()
+torch_types: set[type] = set()
+"""Classes known as PyTorch's tensors, each from its first use on."""
 
 
 def _resolve(cls: type) -> _Handlers | None:
     """Find the producer of a class without importing any framework: its base classes tell."""
     torch = sys.modules.get("torch")
     if torch is not None and issubclass(cls, torch.Tensor):
-        _torch_types.add(cls)
+        torch_types.add(cls)
         return _TORCH
     for base in cls.__mro__:
         root = base.__module__.partition(".")[0]
@@ -184,7 +185,7 @@ def _stream_framework(values: tuple[Any, ...]) -> str:
     torch = sys.modules.get("torch")
     if torch is None:
         return "cupy"
-    if any(type(value) in _torch_types for value in values):
+    if any(type(value) in torch_types for value in values):
         return "torch"
     return "torch" if not values and torch.cuda.is_initialized() else "cupy"
 
@@ -212,7 +213,7 @@ def probe_all(
     addresses: list[int] = []
     signature: list[Any] = []
     owners: list[Any] = []
-    torch_types = _torch_types
+    torch_types = torch_types
     grad_mode = bool(torch_types) and sys.modules["torch"].is_grad_enabled()
     add_address = addresses.append
     for value in values:
@@ -249,67 +250,6 @@ def probe_all(
             signature.append(layout)
             owners.append(owner)
     return addresses, signature, owners
-
-
-def probe_six_torch(
-    a: Any, b: Any, c: Any, d: Any, e: Any, f: Any
-) -> tuple[list[int], tuple[Any, ...]] | None:
-    """Probe six PyTorch tensors on a GPU without a loop: two thirds of ``probe_all``'s time.
-
-    Returns:
-        Addresses, with room for five arguments that are None, and signature; or None where
-        ``probe_all`` has to look: another class, the CPU, or a tensor that requires grad while grad
-        mode is on. The signatures of the two never agree.
-    """
-    kind = type(a)
-    if kind not in _torch_types or not (
-        kind is type(b) is type(c) is type(d) is type(e) is type(f) and a.is_cuda
-    ):
-        return None
-    if sys.modules["torch"].is_grad_enabled() and (
-        a.requires_grad
-        or b.requires_grad
-        or c.requires_grad
-        or d.requires_grad
-        or e.requires_grad
-        or f.requires_grad
-    ):
-        return None
-    at_a, at_b, at_c = a.data_ptr(), b.data_ptr(), c.data_ptr()
-    at_d, at_e, at_f = d.data_ptr(), e.data_ptr(), f.data_ptr()
-    signature = (
-        a.shape,
-        a.stride(),
-        a.dtype,
-        a.get_device(),
-        at_a % ALIGNMENT,
-        b.shape,
-        b.stride(),
-        b.dtype,
-        b.get_device(),
-        at_b % ALIGNMENT,
-        c.shape,
-        c.stride(),
-        c.dtype,
-        c.get_device(),
-        at_c % ALIGNMENT,
-        d.shape,
-        d.stride(),
-        d.dtype,
-        d.get_device(),
-        at_d % ALIGNMENT,
-        e.shape,
-        e.stride(),
-        e.dtype,
-        e.get_device(),
-        at_e % ALIGNMENT,
-        f.shape,
-        f.stride(),
-        f.dtype,
-        f.get_device(),
-        at_f % ALIGNMENT,
-    )
-    return [at_a, at_b, at_c, at_d, at_e, at_f, 0, 0, 0, 0, 0], signature
 
 
 def view(obj: Any, name: str) -> TensorView:

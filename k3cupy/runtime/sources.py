@@ -24,7 +24,7 @@ from k3cupy.runtime import env
 from k3cupy.runtime.errors import ToolchainError
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
-_override: ContextVar[str | None] = ContextVar("k3cupy_source_dir", default=None)
+override: ContextVar[str | None] = ContextVar("k3cupy_source_dir", default=None)
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ def source_dir(path: str | Path) -> Iterator[Path]:
     folder = Path(path).resolve()
     if not folder.is_dir():
         raise FileNotFoundError(f"source_dir: expected an existing folder, got {folder}")
-    token = _override.set(str(folder))
+    token = override.set(str(folder))
     try:
         yield folder
     finally:
-        _override.reset(token)
+        override.reset(token)
 
 
 def shipped() -> Path:
@@ -85,7 +85,7 @@ def shipped() -> Path:
 
 def overridden() -> str | None:
     """Return the folder that replaces the shipped sources, or None."""
-    return _override.get() or env.source_dir()
+    return override.get() or env.source_dir()
 
 
 def directory() -> Path:
@@ -131,7 +131,7 @@ def load(name: str) -> Source:
 
 def epoch(name: str) -> str | None:
     """Return what a plan must agree on: None for the shipped sources, else the present digest."""
-    if _override.get() is None and env.source_dir() is None:
+    if override.get() is None and env.source_dir() is None:
         return None
     return load(name).digest
 

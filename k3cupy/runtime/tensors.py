@@ -141,6 +141,11 @@ def byte_stride(v: TensorView, axis: int) -> int:
     return v.strides[axis] * v.itemsize if v.shape[axis] > 1 else 0
 
 
+def row_stride(v: TensorView) -> int:
+    """Return the elements between rows; of one row nobody asks for them."""
+    return v.strides[0] if v.shape[0] > 1 else 0
+
+
 def may_overlap(a: TensorView, b: TensorView) -> bool:
     """Return whether two tensors share a byte.
 

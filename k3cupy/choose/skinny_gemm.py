@@ -1,15 +1,12 @@
-"""Which configuration a skinny GEMM gets: from the GEMM tables, else by a model of its time."""
+"""Candidates of the skinny GEMM, ranked by a model of their time."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 from collections import Counter
-from dataclasses import replace
 
-from k3cupy.ops import gemm_tables
-from k3cupy.ops.gemm_entry import SKINNY
-from k3cupy.ops.skinny_gemm_config import VECTOR_WIDTHS, SkinnyGemmConfig
+from k3cupy.kernels.skinny_gemm import VECTOR_WIDTHS, SkinnyGemmConfig
 from k3cupy.runtime.devices import DeviceInfo
 
 _BLOCK_SIZES = tuple(range(32, 513, 32))
@@ -150,44 +147,3 @@ def estimate_us(config: SkinnyGemmConfig, n: int, k: int, device: DeviceInfo) ->
     near = per_sm * 2 * k * (rows + outputs) / _L1_BYTES_A_NS
     together: float = sum(t**_OVERLAP for t in (memory, stream, work, near)) ** (1 / _OVERLAP)
     return (together + ends + _START_NS * resident) / 1000
-
-
-# --- The tables -----------------------------------------------------------------------------------
-
-
-def for_tokens(config: SkinnyGemmConfig | None, num_tokens: int) -> SkinnyGemmConfig | None:
-    """Return a configuration of a table for another number of tokens; None where it has none."""
-    if config is None:
-        return None
-    fitted = replace(config, num_rows=num_tokens)
-    return fitted if fitted.is_valid() else None
-
-
-def choose(n: int, k: int, num_tokens: int, device: DeviceInfo) -> tuple[SkinnyGemmConfig, str]:
-    """Return the configuration for a call and the reason in words.
-
-    Args:
-        n: rows of the weight.
-        k: its columns.
-        num_tokens: rows of x, from 1 to 8.
-        device: the GPU.
-    """
-    return _choose(n, k, num_tokens, device, gemm_tables.generation())
-
-
-@functools.lru_cache(maxsize=4096)
-def _choose(
-    n: int, k: int, num_tokens: int, device: DeviceInfo, _generation: int
-) -> tuple[SkinnyGemmConfig, str]:
-    entry = gemm_tables.entry(n, k, num_tokens, device)
-    times = {} if entry is None else entry.times.get(SKINNY, {})
-    for config in sorted(times, key=times.__getitem__):
-        fitted = for_tokens(config, num_tokens)
-        if entry is not None and fitted is not None:
-            where = f"measured on {device.name} for {n} x {k}, M = {entry.tokens}"
-            return fitted, where + gemm_tables.lead_of_linear(entry, times[config])
-    possible = candidates(n, k, num_tokens, device)
-    return possible[0], (
-        f"{gemm_tables.why_unknown(n, k, device)}: the best of {len(possible)} candidates by the "
-        "cost model"
-    )

@@ -1,13 +1,28 @@
-"""Instances of the fused-A GEMM: what a call decides, what is tuned, and what is valid."""
+"""The kernels of the fused-A GEMM, ``cuda_src/fused_a_gemm.cu``."""
 
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass, replace
+from typing import Any
 
+from k3cupy.call.launch import Launch, Parameters
+from k3cupy.runtime import tensor_maps
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.instances import Instance, template_flag
+from k3cupy.runtime.tensor_maps import Box
+from k3cupy.runtime.tensors import byte_stride, row_stride
 
-SOURCE = "fused_a_gemm.cu"
+KERNEL, SOURCE = "fused_a", "fused_a_gemm.cu"
+
+PARAMETERS = Parameters(
+    "pointer weight; u32 n, k; pointer x; u32 num_tokens; i64 x_row_stride; pointer out;"
+    "i64 out_row_stride; pointer residual; i64 residual_row_stride; u32 block_rows"
+)
+MAPPED_PARAMETERS = Parameters(
+    "pointer weight; u32 n, k; map x_map; u32 num_tokens; pointer out; i64 out_row_stride;"
+    "pointer residual; i64 residual_row_stride; u32 block_rows"
+)
+"""Of the kernel whose x the copy engine fetches."""
 
 MAX_TOKENS = 64
 """The most rows of x that one launch takes."""
@@ -15,12 +30,19 @@ MAX_TOKENS = 64
 K_MULTIPLE = 16
 """K is a multiple of this: one step of the tensor cores."""
 
+WARP, WARPGROUP, WARPGROUP_TOKENS = "warp", "warpgroup", "warpgroup_tokens"
+"""Products: of a warp (``mma``); of a warpgroup (``wgmma``), whose wide side is rows of the weight, or
+tokens."""
+
 _WARP_ROWS, _MMA_TOKENS, _MMA_K = 16, 8, 16
 _WIDE, _NARROW_SIDES = 64, range(16, 129, 8)
 """Sides of a warpgroup's product; of the narrow one those that the source has."""
 
 WIDE_TOKENS, UNIT_OF_ROWS = _WIDE, 8
-"""tile_m and ``mma_rows`` where the tokens are the wide side."""
+"""tile_m, and the rows of a product, where the tokens are the wide side."""
+
+_ROWS = {WARP: _WARP_ROWS, WARPGROUP: _WIDE, WARPGROUP_TOKENS: UNIT_OF_ROWS}
+"""Rows of the weight in one product."""
 
 _TEAM, _PANEL = 4, 64
 _SUM_PADDING = 4
@@ -36,7 +58,7 @@ _RESERVED_SHARED = 1024
 
 
 @dataclass(frozen=True)
-class FusedAGemmVariant:
+class Variant:
     """The part of an instance that the call's arguments decide.
 
     Attributes:
@@ -67,10 +89,10 @@ class FusedAGemmConfig:
         warps_n: math warps that share the rows of a tile.
         split_k: blocks of a cluster that share the columns of a tile; above 1 from sm_90 on.
         copy_warps: warps that copy the weight, and as many that copy x.
-        mma_rows: rows of the weight in one tensor-core product: 16, a warp's; or 64, that of four
-            warps together, which exists on sm_90 alone. Such a product has a wide side of 64 and a
-            narrow one of any multiple of 8; with 8 the tokens are the wide side, 64 of them, and
-            ``tile_n`` is a multiple of 8.
+        product: of the tensor cores: ``"warp"``, of 16 rows of the weight and 8 tokens;
+            ``"warpgroup"``, of four warps together, which exists on sm_90 alone, of 64 rows and any
+            multiple of 8 tokens; or ``"warpgroup_tokens"``, of 64 tokens and any multiple of 8
+            rows.
         block_rows: rows of the tile that a block uses, where fewer than all spread the weight more
             evenly over the GPU; 0 for all.
         mapped_x: the copy engine fetches x, by a tensor map, in place of copy warps; from sm_90 to
@@ -86,9 +108,14 @@ class FusedAGemmConfig:
     warps_n: int
     split_k: int
     copy_warps: int
-    mma_rows: int = _WARP_ROWS
+    product: str = WARP
     block_rows: int = 0
     mapped_x: bool = False
+
+    @property
+    def product_rows(self) -> int:
+        """Rows of the weight in one product of the tensor cores."""
+        return _ROWS[self.product]
 
     @property
     def rows(self) -> int:
@@ -113,14 +140,14 @@ class FusedAGemmConfig:
         return -(-barriers // alignment) * alignment + max(rings, sums) + inbox
 
     @property
-    def order(self) -> tuple[int, ...]:
+    def order(self) -> tuple[int, int, str]:
         """What decides the order of a sum: equal orders give equal bits, whatever else differs."""
-        return self.warps_k, self.split_k, self.mma_rows
+        return self.warps_k, self.split_k, self.product
 
     @property
     def needs_warpgroups(self) -> bool:
         """Whether the products are those of a warpgroup, which only sm_90a has."""
-        return self.mma_rows != _WARP_ROWS
+        return self.product != WARP
 
     def with_copy_warps(self) -> FusedAGemmConfig:
         """Return the configuration whose warps fetch x; it gives the same bits."""
@@ -173,10 +200,11 @@ class FusedAGemmConfig:
             and self.tile_n % (4 * self.split_k) == 0
             and 0 <= self.block_rows <= self.tile_n
             and self.split_k <= _MAX_CLUSTER
+            and self.product in _ROWS
             and self.tile_k >= 64
             and (not self.mapped_x or self.tile_k % _PANEL == 0)
             and self.tile_k % (_MMA_K * self.warps_k) == 0
-            and (self._is_for_warps() if self.mma_rows == _WARP_ROWS else self._is_for_warpgroups())
+            and (self._is_for_warps() if self.product == WARP else self._is_for_warpgroups())
         )
 
     def _is_for_warps(self) -> bool:
@@ -187,9 +215,9 @@ class FusedAGemmConfig:
         if others or self.tile_k % _PANEL or self.tile_n % teams:
             return False
         rows = self.tile_n // teams
-        if self.mma_rows == UNIT_OF_ROWS:
+        if self.product == WARPGROUP_TOKENS:
             return self.tile_m == WIDE_TOKENS and rows in _NARROW_SIDES
-        return self.mma_rows == _WIDE and self.tile_m in (32, 64) and rows % _WIDE == 0
+        return self.product == WARPGROUP and self.tile_m in (32, 64) and rows % _WIDE == 0
 
     def _copies_fit(self) -> bool:
         chunks, threads = self.tile_k // 8, 32 * self.copy_warps
@@ -212,9 +240,10 @@ class FusedAGemmConfig:
         )
         return min(by_memory, 2048 // self.block_size)
 
-    def name_expression(self, variant: FusedAGemmVariant) -> str:
+    def name_expression(self, variant: Variant) -> str:
         """Return the C++ name of the instance."""
-        *template, _block_rows, _mapped_x = astuple(self)  # the rows are an argument of the kernel
+        *template, _product, _block_rows, _mapped_x = astuple(self)  # rows are a kernel's argument
+        template.append(self.product_rows)
         flags = [variant.weight_is_static, variant.has_residual]
         mapped = self.mapped_x and variant.aligned_x
         if not mapped:
@@ -222,13 +251,13 @@ class FusedAGemmConfig:
         arguments = [*map(str, template), *map(template_flag, flags)]
         return f"k3cupy::fused_a_gemm{'_mapped_x' if mapped else ''}<{', '.join(arguments)}>"
 
-    def instance(self, variant: FusedAGemmVariant) -> Instance:
+    def instance(self, variant: Variant) -> Instance:
         """Return what ``runtime.instances`` compiles.
 
         The copy engine fetches rows of x that begin at multiples of 16 bytes; for others it is the
         kernel of ``with_copy_warps``.
         """
-        return Instance(SOURCE, self.name_expression(variant), self.needs_warpgroups)
+        return Instance(SOURCE, self.name_expression(variant), own_arch=self.needs_warpgroups)
 
     def __str__(self) -> str:
         """For people: ``tile 8x16x512, 8+8 stages, 8x1 warps, split 1, 4 copy warps``."""
@@ -239,3 +268,77 @@ class FusedAGemmConfig:
             f"{self.copy_warps} copy warps{', warpgroups' if self.needs_warpgroups else ''}"
             f"{', x mapped' if self.mapped_x else ''}"
         )
+
+
+Config = FusedAGemmConfig
+
+_MAX_MAPPED_STRIDE = 1 << 39
+"""Elements between two rows: a tensor map's limit of 2^40 bytes."""
+
+
+def why_not_mapped(problem: Any, rows: slice) -> str | None:
+    """Return in words why the copy engine cannot fetch some rows of x, or None where it can."""
+    if problem.slow_reason is not None:
+        return "it is read element by element"
+    stride = problem.x.strides[0]
+    if rows.stop - rows.start > 1 and not problem.k <= stride < _MAX_MAPPED_STRIDE:
+        return f"its rows are {stride} elements apart, not {problem.k} to 2^39"
+    return None
+
+
+def variant_of(problem: Any) -> Variant:
+    """Return what a validated call decides."""
+    aligned = problem.slow_reason is None
+    has_residual = problem.residual is not None
+    return Variant(aligned and problem.is_packed, aligned, problem.weight_is_static, has_residual)
+
+
+def instance_of(problem: Any, config: FusedAGemmConfig) -> Instance:
+    """Return what a validated call compiles."""
+    return config.instance(variant_of(problem))
+
+
+def launch(problem: Any, config: FusedAGemmConfig, rows: slice) -> Launch:
+    """Return the launch for some rows of a validated call.
+
+    Args:
+        problem: the call.
+        config: ``mapped_x`` only where the copy engine can fetch these rows.
+        rows: at most 64.
+    """
+    x, out, residual = problem.x, problem.out, problem.residual
+    num_tokens = rows.stop - rows.start
+    out_step = row_stride(out) if out is not None else problem.n
+    values = {
+        "n": problem.n,
+        "k": problem.k,
+        "num_tokens": num_tokens,
+        "out_row_stride": out_step,
+        "residual_row_stride": row_stride(residual) if residual is not None else 0,
+        "block_rows": config.rows,
+    }
+    x_at = problem.signature.x, rows.start * byte_stride(x, 0)
+    addresses = {
+        "weight": (problem.signature.weight, 0),
+        "x_map" if config.mapped_x else "x": x_at,
+        "out": (problem.signature.out, rows.start * out_step * x.itemsize),
+    }
+    if residual is not None:
+        addresses["residual"] = "residual", rows.start * byte_stride(residual, 0)
+    maps = {}
+    if config.mapped_x:
+        box = Box(num_tokens, problem.k, row_stride(x) or problem.k, config.tile_m)
+        maps["x_map"] = tensor_maps.mapper(box, x.device_index)
+    else:
+        values["x_row_stride"] = row_stride(x)
+    return Launch(
+        instance=instance_of(problem, config),
+        parameters=MAPPED_PARAMETERS if config.mapped_x else PARAMETERS,
+        values=values,
+        addresses=addresses,
+        grid=config.blocks(problem.n) // config.split_k,
+        block=config.block_size,
+        shared_bytes=config.shared_bytes,
+        cluster=config.split_k,
+        maps=maps,
+    )

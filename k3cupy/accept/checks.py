@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from dataclasses import replace
+from typing import Any, TypeVar
 
-import numpy as np
-
+from k3cupy.call.choice import Choice
+from k3cupy.call.problem import Problem
 from k3cupy.runtime.dlpack import packed_strides
-from k3cupy.runtime.tensors import ALIGNMENT, TensorView, may_overlap
+from k3cupy.runtime.errors import reject
+from k3cupy.runtime.tensors import ALIGNMENT, TensorView
 
-
-def reject(
-    name: str, expected: str, got: str, hint: str = "", error: type[Exception] = ValueError
-) -> NoReturn:
-    """Raise the error of one argument.
-
-    Args:
-        name: the argument.
-        expected: what is accepted.
-        got: what was found.
-        hint: what to do about it, a phrase without a full stop.
-        error: ValueError, or TypeError for a wrong type.
-    """
-    raise error(f"{name}: expected {expected}, got {got}" + (f". {hint}" if hint else ""))
+Config = TypeVar("Config")
 
 
 def check_dtype(name: str, v: TensorView, accepted: tuple[str, ...], hint: str = "") -> None:
@@ -95,16 +83,6 @@ def check_devices(views: Mapping[str, TensorView]) -> None:
             )
 
 
-def check_no_overlap(written: Mapping[str, TensorView], read: Mapping[str, TensorView]) -> None:
-    """Refuse an output that shares memory with an input or another output."""
-    others = dict(read)
-    for name, target in written.items():
-        for other_name, other in others.items():
-            if may_overlap(target, other):
-                reject(name, f"memory apart from {other_name}", "tensors that overlap")
-        others[name] = target
-
-
 def check_rows_apart(name: str, v: TensorView) -> None:
     """Refuse a tensor to be written whose rows (the last axis) overlap one another."""
     width = v.shape[-1]
@@ -125,12 +103,6 @@ def is_packed(v: TensorView) -> bool:
     packed = packed_strides(v.shape)
     axes = zip(v.shape, v.strides, packed, strict=True)
     return v.size == 0 or all(extent == 1 or stride == want for extent, stride, want in axes)
-
-
-def are_laid_out_alike(a: TensorView, b: TensorView) -> bool:
-    """Return whether equal addresses make two tensors the same elements at the same places."""
-    axes = zip(a.shape, a.strides, b.strides, strict=True)
-    return a.shape == b.shape and all(extent == 1 or left == right for extent, left, right in axes)
 
 
 def check_packed(name: str, v: TensorView) -> None:
@@ -160,6 +132,11 @@ def check_grad(views: Mapping[str, TensorView]) -> None:
             )
 
 
+def without_owners(views: Mapping[str, TensorView]) -> dict[str, TensorView]:
+    """Return views that may outlive their call: they keep no caller's memory alive."""
+    return {name: replace(v, owner=None) if v.owner is not None else v for name, v in views.items()}
+
+
 def check_flags(**flags: Any) -> None:
     """Accept only bools, and None for ``pdl``: a truthy value of another type is a mistake.
 
@@ -179,19 +156,6 @@ def check_scale_tensor(name: str, v: TensorView) -> None:
     if v.size != 1:
         reject(name, "exactly one fp32 element", f"shape {list(v.shape)}")
     check_dtype(name, v, ("float32",))
-
-
-def scale_value(name: str, value: Any) -> float:
-    """Return a scale given as a number.
-
-    Raises:
-        ValueError: it is not finite and positive, or not so any more in fp32.
-    """
-    with np.errstate(over="ignore", under="ignore"):
-        rounded = float(np.float32(value))
-    if not (math.isfinite(rounded) and rounded > 0):
-        reject(name, "a finite number above 0 (in fp32)", repr(value))
-    return rounded
 
 
 def misalignment(name: str, v: TensorView, *, strides_are_64_bit: bool = False) -> str | None:
@@ -216,3 +180,26 @@ def misalignment(name: str, v: TensorView, *, strides_are_64_bit: bool = False) 
         if extent > 1 and step >= 1 << 32 and not strides_are_64_bit:
             return f"{name} has rows {step} bytes apart, past the 4 GiB of the 128-bit kernel"
     return None
+
+
+def check_config(config: Any, kind: type[Config]) -> Config | None:
+    """Accept None, or a valid configuration of a kernel.
+
+    Raises:
+        TypeError, ValueError: anything else.
+    """
+    if config is None:
+        return None
+    if not isinstance(config, kind):
+        reject("config", f"None or {kind.__name__}", repr(config), error=TypeError)
+    if not config.is_valid():  # type: ignore[attr-defined]
+        reject("config", "a configuration that the kernel has", repr(config))
+    return config
+
+
+def told_of_slow_rows(choice: Choice, problem: Problem) -> Choice:
+    """Return a choice whose reason also says why rows are read element by element, where they are."""
+    if problem.slow_reason is None:
+        return choice
+    reason = f"{choice.reason}; element by element, not 128-bit, because {problem.slow_reason}"
+    return replace(choice, reason=reason)

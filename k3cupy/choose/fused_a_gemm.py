@@ -1,18 +1,21 @@
-"""Which configuration a fused-A GEMM gets: from the GEMM tables, else from a cost model."""
+"""Candidates of the fused-A GEMM, and the cost model for products that no table lists."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from k3cupy.ops import gemm_tables
-from k3cupy.ops.fused_a_gemm_config import UNIT_OF_ROWS, WIDE_TOKENS, FusedAGemmConfig
-from k3cupy.ops.gemm_entry import FUSED_A, Times
-from k3cupy.ops.gemm_tables import TOKEN_CLASSES, GemmTable
+from k3cupy.kernels.fused_a_gemm import (
+    UNIT_OF_ROWS,
+    WARP,
+    WARPGROUP,
+    WARPGROUP_TOKENS,
+    WIDE_TOKENS,
+    FusedAGemmConfig,
+)
 from k3cupy.runtime.devices import DeviceInfo
 
 
@@ -24,7 +27,7 @@ class _Shape(NamedTuple):
     warps_k: int
     warps_n: int
     copy_warps: int
-    mma_rows: int = 16
+    product: str = WARP
     mapped_x: bool = False
 
 
@@ -49,8 +52,8 @@ _SHAPES: dict[int, tuple[_Shape, ...]] = {
         _Shape(80, 128, 4, 1, 2),
         _Shape(96, 128, 2, 3, 2),
         _Shape(160, 64, 2, 5, 2),
-        _Shape(64, 128, 1, 4, 2, 64),
-        _Shape(128, 64, 1, 8, 2, 64),
+        _Shape(64, 128, 1, 4, 2, WARPGROUP),
+        _Shape(128, 64, 1, 8, 2, WARPGROUP),
     ),
     64: (
         _Shape(32, 256, 4, 1, 4),
@@ -60,10 +63,10 @@ _SHAPES: dict[int, tuple[_Shape, ...]] = {
         _Shape(64, 128, 4, 1, 2),
         _Shape(80, 128, 4, 1, 2),
         _Shape(96, 128, 2, 3, 2),
-        _Shape(64, 128, 1, 4, 2, 64, mapped_x=True),
-        _Shape(64, 128, 2, 4, 2, 64, mapped_x=True),
-        _Shape(64, 128, 2, 4, 2, 64),
-        _Shape(192, 64, 1, 4, 2, 64),
+        _Shape(64, 128, 1, 4, 2, WARPGROUP, mapped_x=True),
+        _Shape(64, 128, 2, 4, 2, WARPGROUP, mapped_x=True),
+        _Shape(64, 128, 2, 4, 2, WARPGROUP),
+        _Shape(192, 64, 1, 4, 2, WARPGROUP),
     ),
 }
 """By tile_m, what is worth a look beside that: fast somewhere, or one even wave for some N."""
@@ -75,7 +78,7 @@ _EVEN_WARPS_K, _EVEN_TILE_K = (1, 2), 128
 _SPLITS = (1, 2, 4)
 _MAX_STAGES = 12
 _SPREAD_FROM = 16
-_ORDER_OF_ALL = (4, 1, 16)
+_ORDER_OF_ALL = (4, 1, WARP)
 """A summation order that every tile_m has candidates for, so that batch invariance is possible."""
 
 _TILES_M = (8, 16, 32, 64)
@@ -102,7 +105,7 @@ def _shapes(tile_m: int, n: int, k: int, split_k: int, device: DeviceInfo) -> It
     if tile_m == WIDE_TOKENS and device.has_warpgroups:
         for tile_n, warps_k in itertools.product(_even_tiles(n, split_k, device), _EVEN_WARPS_K):
             mapped_x = split_k == 1
-            yield _Shape(tile_n, _EVEN_TILE_K, warps_k, 4, 2, UNIT_OF_ROWS, mapped_x)
+            yield _Shape(tile_n, _EVEN_TILE_K, warps_k, 4, 2, WARPGROUP_TOKENS, mapped_x)
 
 
 def _even_tiles(n: int, split_k: int, device: DeviceInfo) -> list[int]:
@@ -171,7 +174,7 @@ def _draft(tile_m: int, shape: _Shape, split_k: int, k: int) -> FusedAGemmConfig
     tile_k = shape.tile_k
     while tile_k > max(k, 64):
         tile_k //= 2
-    tile_n, _, warps_k, warps_n, copy_warps, mma_rows, mapped_x = shape
+    tile_n, _, warps_k, warps_n, copy_warps, product, mapped_x = shape
     return FusedAGemmConfig(
         tile_m,
         tile_n,
@@ -182,7 +185,7 @@ def _draft(tile_m: int, shape: _Shape, split_k: int, k: int) -> FusedAGemmConfig
         warps_n=warps_n,
         split_k=split_k,
         copy_warps=copy_warps,
-        mma_rows=mma_rows,
+        product=product,
         mapped_x=mapped_x,
     )
 
@@ -199,7 +202,7 @@ def _spread(config: FusedAGemmConfig, n: int, device: DeviceInfo) -> tuple[Fused
     waves = -(-config.blocks(n) // device.num_sms)
     rows = _even_rows(n, config.split_k, waves, device)
     most = config.tile_n if config.tile_m > _SPREAD_FROM else config.tile_n * 7 // 8 + 1
-    is_other = config.tile_n - config.mma_rows < rows < most
+    is_other = config.tile_n - config.product_rows < rows < most
     return (replace(config, block_rows=rows),) if is_other else ()
 
 
@@ -265,103 +268,20 @@ def _is_modelled(config: FusedAGemmConfig) -> bool:
     return not (config.needs_warpgroups or config.block_rows or config.mapped_x)
 
 
-# --- The tables -----------------------------------------------------------------------------------
-
-
-def _fastest(times: Times, num_tokens: int, device: DeviceInfo) -> FusedAGemmConfig | None:
-    """Return the fastest that can compute a number of tokens on a GPU."""
-    fitting = {config: us for config, us in times.items() if config.fits(num_tokens, device)}
-    return min(fitting, key=lambda config: fitting[config]) if fitting else None
-
-
-def _invariant(
-    table: GemmTable, n: int, k: int, num_tokens: int, device: DeviceInfo
-) -> FusedAGemmConfig | None:
-    """Return the fastest of one summation order, the order with the least worst loss.
-
-    None where some number of tokens has no valid configuration of a common order: then no
-    number of tokens may take its order from the table.
-    """
-    entries = table.of_shape(n, k)
-    if not set(TOKEN_CLASSES) <= set(entries):
-        return None
-    classes = {
-        tokens: {
-            config: us
-            for config, us in entries[tokens].times.get(FUSED_A, {}).items()
-            if config.fits(tokens, device)
-        }
-        for tokens in TOKEN_CLASSES
-    }
-    common = set.intersection(*({c.order for c in times} for times in classes.values()))
-    if not common:
-        return None
-
-    def fastest(order: tuple[int, ...], times: Times) -> FusedAGemmConfig:
-        best: FusedAGemmConfig = min((c for c in times if c.order == order), key=times.__getitem__)
-        return best
-
-    def worst_loss(order: tuple[int, ...]) -> float:
-        return max(times[fastest(order, times)] / min(times.values()) for times in classes.values())
-
-    return fastest(min(common, key=worst_loss), classes[gemm_tables.class_of(num_tokens)])
-
-
-_LARGE = DeviceInfo(0, "any", (9, 0), 132, 1 << 20)
-"""A GPU on which every configuration fits."""
-
-
-def shipped_configs() -> tuple[FusedAGemmConfig, ...]:
-    """Return every configuration that a shipped table leads to, those of batch invariance too."""
-    found: list[FusedAGemmConfig | None] = []
-    for table in gemm_tables.shipped():
-        for entry in table.entries:
-            found += (
-                _fastest(entry.times.get(FUSED_A, {}), entry.tokens, _LARGE),
-                _invariant(table, entry.n, entry.k, entry.tokens, _LARGE),
-            )
-    return tuple(dict.fromkeys(config for config in found if config is not None))
-
-
-def choose(
+def ranked(
     n: int, k: int, num_tokens: int, device: DeviceInfo, *, batch_invariant: bool = False
-) -> tuple[FusedAGemmConfig, str]:
-    """Return the configuration for a call and the reason in words.
+) -> tuple[FusedAGemmConfig, ...]:
+    """Return the candidates that the model knows, the likeliest first; at least one.
 
     Args:
         n: rows of the weight.
         k: its columns.
         num_tokens: rows of x, from 1 to 64.
         device: the GPU.
-        batch_invariant: only configurations that sum in one order whatever the number of tokens.
+        batch_invariant: only those that sum in one order whatever the number of tokens.
     """
-    return _choose(n, k, num_tokens, device, batch_invariant, gemm_tables.generation())
-
-
-@functools.lru_cache(maxsize=4096)
-def _choose(
-    n: int, k: int, num_tokens: int, device: DeviceInfo, batch_invariant: bool, _generation: int
-) -> tuple[FusedAGemmConfig, str]:
+    possible = [c for c in candidates(n, k, num_tokens, device) if _is_modelled(c)]
     if batch_invariant:
-        for table in gemm_tables.tables_of(device):
-            config = _invariant(table, n, k, num_tokens, device)
-            if config is not None:
-                tokens = gemm_tables.class_of(num_tokens)
-                where = f"measured on {device.name} for {n} x {k}, M = {tokens}"
-                return config, f"{where}, one summation order for all M"
-    else:
-        entry = gemm_tables.entry(n, k, num_tokens, device)
-        times = {} if entry is None else entry.times.get(FUSED_A, {})
-        config = _fastest(times, num_tokens, device)
-        if entry is not None and config is not None:
-            where = f"measured on {device.name} for {n} x {k}, M = {entry.tokens}"
-            return config, where + gemm_tables.lead_of_linear(entry, times[config])
-    possible = tuple(c for c in candidates(n, k, num_tokens, device) if _is_modelled(c))
-    if batch_invariant:
-        possible = tuple(c for c in possible if c.order == _ORDER_OF_ALL)
-    possible = possible or (_SMALLEST[tile_m_of(num_tokens)],)
-    config = min(possible, key=lambda c: estimate_us(c, n, k, device))
-    return config, (
-        f"{gemm_tables.why_unknown(n, k, device)}: the best of {len(possible)} candidates by the "
-        "cost model"
-    )
+        possible = [c for c in possible if c.order == _ORDER_OF_ALL]
+    possible.sort(key=lambda config: estimate_us(config, n, k, device))
+    return tuple(possible) or (_SMALLEST[tile_m_of(num_tokens)],)

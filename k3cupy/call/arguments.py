@@ -1,14 +1,18 @@
-"""The tensor arguments of an operation: their names and order, probing, views, and overlap."""
+"""The tensor arguments of an operation: their names and order, views, numbers, and overlap."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from k3cupy.ops import checks
-from k3cupy.runtime import producers, streams, tensors
-from k3cupy.runtime.tensors import TensorView
+import numpy as np
+
+from k3cupy.call.prober import Probe, make_prober
+from k3cupy.runtime import producers, tensors
+from k3cupy.runtime.errors import reject
+from k3cupy.runtime.tensors import TensorView, may_overlap
 
 Values = tuple[Any, ...]
 """A call's arguments in the order of its ``Arguments``; None for what was left out."""
@@ -21,12 +25,14 @@ class Arguments:
         names: in the order in which a call carries them.
         required: those that a call must give; any other may be None.
         scales: those that may be a number.
+        probe: gives a call's addresses, signature and what must live until the memory was used.
     """
 
     def __init__(self, names: Iterable[str], required: Iterable[str], scales: Iterable[str] = ()):
         self.names = tuple(names)
         self.required = frozenset(required)
         self.scales = tuple(scales)
+        self.probe: Probe = make_prober(self.names, self.required, self.views)
         self._index = {name: i for i, name in enumerate(self.names)}
 
     def index(self, name: str) -> int:
@@ -39,41 +45,47 @@ class Arguments:
         Raises:
             TypeError: a value that must be a tensor is none.
         """
-        return {
-            name: producers.view(value, name)
-            for name, value in zip(self.names, values, strict=True)
-            if (value is not None or name in self.required)
-            and not (name in self.scales and tensors.is_number(value))
-        }
+        found = {}
+        for name, value in zip(self.names, values, strict=True):
+            if value is None and name not in self.required:
+                continue
+            if name not in self.scales or not tensors.is_number(value):
+                found[name] = producers.view(value, name)
+        return found
 
-    def probe(self, values: Values, stream: Any) -> tuple[list[int], list[Any], list[Any]]:
-        """Return addresses, signature and what must live until the memory has been used.
+    def numbers(self, values: Values) -> dict[str, float]:
+        """Return the scales that are numbers.
 
         Raises:
-            TypeError: a value is no tensor, or cannot be read; the text names the argument.
+            ValueError: one is not finite and positive.
         """
-        try:
-            handle = None if stream is None else streams.handle_of(stream)
-            return producers.probe_all(values, handle)
-        except Exception:
-            self.views(values)  # says in words what cannot be read
-            raise
-
-    def check_scale_numbers(self, values: Values) -> None:
-        """Refuse a scale number that is not finite and positive."""
-        for name in self.scales:
-            value = values[self._index[name]]
-            if tensors.is_number(value):
-                checks.scale_value(name, value)
+        return {
+            name: scale_number(name, value)
+            for name in self.scales
+            if tensors.is_number(value := values[self._index[name]])
+        }
 
 
-class Layout:
+def scale_number(name: str, value: Any) -> float:
+    """Return a scale given as a number.
+
+    Raises:
+        ValueError: it is not finite and positive, or not so any more in fp32.
+    """
+    with np.errstate(over="ignore", under="ignore"):
+        rounded = float(np.float32(value))
+    if not (math.isfinite(rounded) and rounded > 0):
+        reject(name, "a finite number above 0 (in fp32)", repr(value))
+    return rounded
+
+
+class Overlap:
     """What only the addresses decide, checked on each call: outputs apart from inputs.
 
     Args:
         arguments: of the operation.
         views: the tensors of a validated call.
-        written: names of the tensors that the call writes.
+        written: names of the arguments that the call writes.
         in_place: names of inputs that may be an output itself, element by element, because what
             writes an element is what read it.
     """
@@ -90,7 +102,7 @@ class Layout:
         self._in_place = {
             (arguments.index(target), arguments.index(name))
             for target, name in itertools.product(self._names, in_place)
-            if name in views and checks.are_laid_out_alike(views[target], views[name])
+            if name in views and _are_laid_out_alike(views[target], views[name])
         }
         spans = {arguments.index(name): v.span for name, v in views.items()}
         pairs = []
@@ -99,6 +111,10 @@ class Layout:
             span = spans.pop(target)  # a pair is looked at once, from its first member
             pairs.append((target, span, tuple(spans.items())))
         self._written = tuple(pairs)
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to check."""
+        return bool(self._written)
 
     def check(self, values: Values, addresses: list[int]) -> None:
         """Refuse an output that shares memory with another argument, but for one that may be it."""
@@ -112,10 +128,23 @@ class Layout:
                     same = other == start and (target, index) in self._in_place
                     suspicious = suspicious or not same
         if suspicious:
-            views = self._arguments.views(values)
-            read = {name: v for name, v in views.items() if name not in self._names}
-            for target, index in self._in_place:
-                if addresses[target] == addresses[index]:
-                    del read[self._arguments.names[index]]
-            written = {name: v for name, v in views.items() if name in self._names}
-            checks.check_no_overlap(written, read)
+            self._refuse(values, addresses)
+
+    def _refuse(self, values: Values, addresses: list[int]) -> None:
+        """Look again, byte by byte: spans may interleave and share none."""
+        views = self._arguments.views(values)
+        others = {name: v for name, v in views.items() if name not in self._names}
+        for target, index in self._in_place:
+            if addresses[target] == addresses[index]:
+                del others[self._arguments.names[index]]
+        for name in self._names:
+            for other_name, other in others.items():
+                if may_overlap(views[name], other):
+                    reject(name, f"memory apart from {other_name}", "tensors that overlap")
+            others[name] = views[name]
+
+
+def _are_laid_out_alike(a: TensorView, b: TensorView) -> bool:
+    """Return whether equal addresses make two tensors the same elements at the same places."""
+    axes = zip(a.shape, a.strides, b.strides, strict=True)
+    return a.shape == b.shape and all(extent == 1 or left == right for extent, left, right in axes)

@@ -1,15 +1,18 @@
-"""Instances of the MLA prefill and context epilogues: what is tuned, the grid, and the choice."""
+"""The kernels of the MLA prefill and context epilogues, ``cuda_src/mla_prefill.cu``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from k3cupy.call.launch import Launch, Parameters
 from k3cupy.constants import CTYPES
-from k3cupy.ops.measured_table import MeasuredTable
-from k3cupy.runtime.devices import DeviceInfo
+from k3cupy.kernels.cache_rows import cache_values, rope_values
 from k3cupy.runtime.instances import Instance, template_flag
+from k3cupy.runtime.launch import divisor_constants
+from k3cupy.runtime.tensors import byte_stride
 
-SOURCE = "mla_prefill.cu"
+KERNEL, SOURCE = "mla_prefill", "mla_prefill.cu"
 
 KEY_CONCAT = "fused_mla_key_concat_kv_cache_insert"
 KEY_CONCAT_DS_MLA = "fused_mla_key_concat_ds_mla_insert"
@@ -21,13 +24,47 @@ OPS = (KEY_CONCAT, KEY_CONCAT_DS_MLA, QKV_QUANT, KV_CONCAT, KV_CONCAT_QUANT)
 INSERTS = OPS[:3]
 """The operations that write the cache, and take positions."""
 
-_KERNELS = {
+FUNCTIONS = {
     KEY_CONCAT: "mla_key_concat",
     KEY_CONCAT_DS_MLA: "mla_key_concat",
     QKV_QUANT: "mla_qkv_quant",
     KV_CONCAT: "mla_kv_concat",
     KV_CONCAT_QUANT: "mla_kv_concat_quant",
 }
+"""Operation -> the kernel of the source that computes it."""
+
+_TASKS = "u32 num_tasks, num_heads, groups, groups_magic, groups_shift"
+_CACHE = (
+    "u32 cache_blocks, tokens_per_block, num_tokens, slot_is_wide;"
+    "pointer slot_mapping; i64 slot_stride; pointer kv_c_normed, k_pe;"
+    "stride kv_c_normed_stride, k_pe_stride;"
+    "u32 num_slots, block_size, block_size_magic, block_size_shift;"
+    "stride cache_block_stride, cache_token_stride; pointer kv_cache"
+)
+_NOPE_STRIDES = "stride k_nope_token_stride, k_nope_head_stride"
+_Q_STRIDES = "stride q_token_stride, q_head_stride"
+_V_STRIDES = "stride v_token_stride, v_head_stride"
+_TABLE = "pointer positions, cos_sin_cache; i64 position_stride, table_stride, max_position"
+PARAMETERS = {
+    "mla_key_concat": Parameters(
+        f"{_CACHE}; {_TASKS}; pointer k_nope, k; {_NOPE_STRIDES}; {_Q_STRIDES};"
+        f"u32 position_is_wide; pointer q; {_TABLE}"
+    ),
+    "mla_qkv_quant": Parameters(
+        f"{_CACHE}; pointer cache_scale_inv; f32 cache_scale_value; {_TASKS};"
+        f"pointer q, q8, k_nope, k8, v, v8; {_Q_STRIDES}; {_NOPE_STRIDES}; {_V_STRIDES};"
+        "f32 q_scale_value; pointer q_scale_inv, k_scale_inv, v_scale_inv;"
+        f"f32 k_scale_value, v_scale_value; {_TABLE}; u32 position_is_wide"
+    ),
+    "mla_kv_concat": Parameters(
+        f"{_TASKS}; pointer k_nope, k; {_NOPE_STRIDES}; pointer k_pe; stride k_pe_stride"
+    ),
+    "mla_kv_concat_quant": Parameters(
+        f"{_TASKS}; pointer k_nope, k8, v, v8; {_NOPE_STRIDES}; {_V_STRIDES};"
+        "pointer k_pe; stride k_pe_stride"
+    ),
+}
+"""Of each kernel of the source."""
 _CACHE_FORMATS = {KEY_CONCAT: "kSame", KEY_CONCAT_DS_MLA: "kDsMla"}
 
 # Threads of one task (`kCopyWidth` and its siblings in the kernel): a 16-bit key is 24 chunks, and
@@ -51,7 +88,7 @@ _CACHE_BLOCKS_AN_SM = 2
 
 
 @dataclass(frozen=True)
-class MlaPrefillVariant:
+class Variant:
     """The part of an instance that the call's arguments decide.
 
     Attributes:
@@ -90,7 +127,7 @@ class MlaPrefillVariant:
 
 
 @dataclass(frozen=True)
-class MlaPrefillGrid:
+class Grid:
     """The numbers of one launch.
 
     Attributes:
@@ -125,13 +162,13 @@ class MlaPrefillConfig:
         """Return whether the kernels can be compiled with these numbers."""
         return self.tasks_per_block in (8, 16) and self.heads_per_task in (1, 2, 3, 4, 6)
 
-    def threads(self, variant: MlaPrefillVariant) -> int:
+    def threads(self, variant: Variant) -> int:
         """Return the threads of a block."""
         return self.tasks_per_block * variant.threads_of_a_task
 
     def grid(
-        self, variant: MlaPrefillVariant, num_tokens: int, num_heads: int, num_sms: int
-    ) -> MlaPrefillGrid:
+        self, variant: Variant, num_tokens: int, num_heads: int, num_sms: int
+    ) -> Grid:
         """Return the numbers of a launch.
 
         Many tokens are spread over two cache blocks a multiprocessor; a block reads every later
@@ -144,7 +181,7 @@ class MlaPrefillConfig:
         if num_tokens > _SEARCH_TOKENS:
             spread = -(-num_tokens // (_CACHE_BLOCKS_AN_SM * num_sms))
             tokens = min(max(-(-spread // warps), 2) * warps, _MAX_TOKENS_OF_A_BLOCK)
-        return MlaPrefillGrid(
+        return Grid(
             groups=groups,
             num_tasks=num_tasks,
             row_blocks=-(-num_tasks // self.tasks_per_block),
@@ -152,7 +189,7 @@ class MlaPrefillConfig:
             tokens_per_block=tokens,
         )
 
-    def name_expression(self, variant: MlaPrefillVariant) -> str:
+    def name_expression(self, variant: Variant) -> str:
         """Return the C++ name of the instance."""
         arguments = []
         if variant.op != KV_CONCAT:  # which copies 16-bit values of either type
@@ -168,9 +205,9 @@ class MlaPrefillConfig:
             str(self.tasks_per_block),
             str(self.heads_per_task),
         ]
-        return f"k3cupy::{_KERNELS[variant.op]}<{', '.join(arguments)}>"
+        return f"k3cupy::{FUNCTIONS[variant.op]}<{', '.join(arguments)}>"
 
-    def instance(self, variant: MlaPrefillVariant) -> Instance:
+    def instance(self, variant: Variant) -> Instance:
         """Return what ``runtime.instances`` compiles."""
         return Instance(SOURCE, self.name_expression(variant))
 
@@ -187,41 +224,54 @@ FEW_ROWS = MlaPrefillConfig(8, 1)
 MANY_ROWS = MlaPrefillConfig(8, 4)
 """Where no table has measured: few rows are spread over the GPU, many keep loads under way."""
 
-_ROWS_AN_SM = 16
-"""Rows that give every multiprocessor two blocks of ``FEW_ROWS``."""
-
-TABLE = MeasuredTable.shipped("mla_prefill.json", MlaPrefillConfig)
+Config = MlaPrefillConfig
 
 
-def choose(
-    variant: MlaPrefillVariant, num_tokens: int, num_heads: int, device: DeviceInfo
-) -> tuple[MlaPrefillConfig, str]:
-    """Return the configuration for a call and the reason in words.
-
-    The measured table decides by the number of rows, which is tokens times heads. Without an entry
-    there is a rule with two answers.
-
-    Args:
-        variant: what the arguments decide.
-        num_tokens: T.
-        num_heads: H.
-        device: the GPU.
-    """
-    if not variant.vector:
-        return FEW_ROWS, "the element-wise kernel has one configuration"
-    num_rows = num_tokens * num_heads
-    found = TABLE.choose(variant.kind, num_rows, device)
-    if found is not None:
-        return found
-    few = num_rows <= _ROWS_AN_SM * device.num_sms
-    return FEW_ROWS if few else MANY_ROWS, (
-        f"no measured table has this operation; {num_rows} rows on {device.num_sms} SMs are "
-        f"{'few' if few else 'many'}"
-    )
+def instance_of(problem: Any, config: MlaPrefillConfig) -> Instance:
+    """Return what a validated call compiles."""
+    return config.instance(problem.variant)
 
 
-def dispatched_configs(variant: MlaPrefillVariant) -> tuple[MlaPrefillConfig, ...]:
-    """Return every configuration that ``choose`` may give for a variant."""
-    if not variant.vector:
-        return (FEW_ROWS,)
-    return TABLE.configs(variant.kind) or (FEW_ROWS, MANY_ROWS)
+def launches(problem: Any, config: MlaPrefillConfig, num_sms: int) -> list[Launch]:
+    """Return the launch of a validated call on a GPU with so many multiprocessors."""
+    views, variant = problem.views, problem.variant
+    grid = config.grid(variant, problem.num_tokens, problem.num_heads, num_sms)
+    parameters = PARAMETERS[FUNCTIONS[variant.op]]
+    magic, shift = divisor_constants(grid.groups)
+    values: dict[str, Any] = {
+        "num_tasks": grid.num_tasks,
+        "num_heads": problem.num_heads,
+        "groups": grid.groups,
+        "groups_magic": magic,
+        "groups_shift": shift,
+        "k_pe_stride": byte_stride(views["k_pe"], 0),
+    }
+    for name in ("q", "k_nope", "v"):
+        if f"{name}_token_stride" in parameters:
+            values[f"{name}_token_stride"] = byte_stride(views[name], 0)
+            values[f"{name}_head_stride"] = byte_stride(views[name], 1)
+    if variant.op in INSERTS:
+        values |= {
+            "cache_blocks": grid.cache_blocks,
+            "tokens_per_block": grid.tokens_per_block,
+            "kv_c_normed_stride": byte_stride(views["kv_c_normed"], 0),
+            **cache_values(problem, problem.num_tokens),
+            **rope_values(problem),
+        }
+    scales = [name for name in parameters if name.endswith("_scale_inv")]
+    values |= dict.fromkeys((name.replace("_inv", "_value") for name in scales), 1)
+    outputs = {output.name: (output.argument, 0) for output in problem.outputs}
+    return [
+        Launch(
+            instance=instance_of(problem, config),
+            parameters=parameters,
+            values=values,
+            addresses={name: (name, 0) for name in views if name in parameters} | outputs,
+            numbers={
+                name.replace("_inv", "_value"): name for name in scales if name not in views
+            },
+            grid=grid.row_blocks + grid.cache_blocks,
+            block=config.threads(variant),
+            strides_are_64_bit=not variant.vector,
+        )
+    ]

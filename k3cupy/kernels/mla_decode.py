@@ -1,15 +1,34 @@
-"""Instances of the MLA decode epilogue: what the call decides, what is tuned, and the choice."""
+"""The kernel of the MLA decode epilogue, ``cuda_src/mla_decode.cu``."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+from k3cupy.call.launch import Launch, Parameters
 from k3cupy.constants import CHUNK_ELEMENTS, CTYPES, KV_LORA_RANK, LATENT_DIM
-from k3cupy.ops.measured_table import MeasuredTable
-from k3cupy.runtime.devices import DeviceInfo
+from k3cupy.kernels.cache_rows import cache_values, rope_values
 from k3cupy.runtime.instances import Instance, template_flag
+from k3cupy.runtime.launch import divisor_constants
+from k3cupy.runtime.tensors import byte_stride
 
-SOURCE = "mla_decode.cu"
+KERNEL, SOURCE = "mla_decode", "mla_decode.cu"
+
+PARAMETERS = Parameters(
+    "u32 cache_blocks, num_query_rows, num_heads, num_heads_magic;"
+    "pointer ql_nope, q_pe, mqa_q;"
+    "stride ql_nope_token_stride, ql_nope_head_stride, q_pe_token_stride, q_pe_head_stride;"
+    "u32 num_heads_shift; f32 q_scale_value; pointer q_scale_inv;"
+    "pointer kv_c_normed, k_pe, slot_mapping, kv_cache;"
+    "stride kv_c_stride, k_pe_stride, cache_block_stride, cache_token_stride;"
+    "u32 num_tokens, num_slots, block_size, block_size_magic, block_size_shift, slot_is_wide;"
+    "i64 slot_stride; pointer cache_scale_inv; f32 cache_scale_value; u32 position_is_wide;"
+    "pointer positions, cos_sin_cache; i64 position_stride, table_stride, max_position"
+)
+
+MAX_TOKENS_PER_LAUNCH = 4096
+"""A token's warp looks through the later slots of its launch (see the kernel), so larger batches
+are launched in slices, one after the other."""
 
 _ROW_CHUNKS = LATENT_DIM // CHUNK_ELEMENTS
 _NOPE_CHUNKS = KV_LORA_RANK // CHUNK_ELEMENTS
@@ -20,7 +39,7 @@ _CACHE_FORMATS = {"same": "kSame", "fp8": "kFp8", "ds_mla": "kDsMla"}
 
 
 @dataclass(frozen=True)
-class MlaDecodeVariant:
+class Variant:
     """The part of an instance that the call's arguments decide.
 
     Attributes:
@@ -48,7 +67,7 @@ class MlaDecodeVariant:
         )
 
     @classmethod
-    def of_kind(cls, kind: str, dtype: str = "bfloat16") -> MlaDecodeVariant:
+    def of_kind(cls, kind: str, dtype: str = "bfloat16") -> Variant:
         """Return the plain variant of a kind, as tables and results name it."""
         query, _, cache = kind.partition("+")
         return cls(dtype, query_fp8=query == "fp8", cache=cache)
@@ -94,7 +113,7 @@ class MlaDecodeConfig:
         """Return how many blocks write the cache rows, one warp a row."""
         return -(-num_tokens // (self.block_size // 32))
 
-    def name_expression(self, variant: MlaDecodeVariant) -> str:
+    def name_expression(self, variant: Variant) -> str:
         """Return the C++ name of the instance."""
         flags = [variant.rope, variant.kv_inputs_ready, variant.vector]
         arguments = [
@@ -106,7 +125,7 @@ class MlaDecodeConfig:
         ]
         return f"k3cupy::mla_decode_epilogue<{', '.join(arguments)}>"
 
-    def instance(self, variant: MlaDecodeVariant) -> Instance:
+    def instance(self, variant: Variant) -> Instance:
         """Return what ``runtime.instances`` compiles."""
         return Instance(SOURCE, self.name_expression(variant))
 
@@ -128,38 +147,72 @@ CANDIDATES = (
 )
 """What the benchmark measures and the tables choose from."""
 
-DEFAULTS = {
-    0: MlaDecodeConfig(0, 288, 1),
-    1: MlaDecodeConfig(1, 256, 3),
-    3: MlaDecodeConfig(3, 256, 1),
-}
-"""The configuration meant by ``split=0``, ``1`` or ``3``."""
+UNTUNED = MlaDecodeConfig(0, 288, 1)
+"""The configuration of the element-wise kernel, and of formats that no table has."""
+
+Config = MlaDecodeConfig
+
+_ONE_PER_TOKEN = ("ql_nope", "q_pe", "kv_c_normed", "k_pe", "slot_mapping", "positions")
 
 
-TABLE = MeasuredTable.shipped("mla_decode.json", MlaDecodeConfig)
+def instance_of(problem: Any, config: MlaDecodeConfig) -> Instance:
+    """Return what a validated call compiles.
 
-
-def choose(
-    variant: MlaDecodeVariant, num_tokens: int, num_heads: int, device: DeviceInfo
-) -> tuple[MlaDecodeConfig, str]:
-    """Return the configuration for a call and the reason in words.
-
-    A GPU that the table lists gets the entry with the nearest number of rows, which is tokens times
-    (heads + 1). Another GPU gets the entry of the first listed GPU with the nearest number of rows
-    a multiprocessor.
-
-    Args:
-        variant: what the arguments decide.
-        num_tokens: B.
-        num_heads: H.
-        device: the GPU.
+    A batch in slices cannot use the promise of ``kv_inputs_ready``: the kernel before a slice is
+    the slice before it, which may write the same cache rows.
     """
-    found = TABLE.choose(variant.kind, num_tokens * (num_heads + 1), device)
-    if found is None:
-        return DEFAULTS[0], f"no measured table has {variant.kind}"
-    return found
+    sliced = problem.num_tokens > MAX_TOKENS_PER_LAUNCH
+    variant = problem.variant
+    return config.instance(replace(variant, kv_inputs_ready=False) if sliced else variant)
 
 
-def dispatched_configs(kind: str) -> tuple[MlaDecodeConfig, ...]:
-    """Return every configuration that some shipped table names for a kind of variant."""
-    return TABLE.configs(kind)
+def launches(problem: Any, config: MlaDecodeConfig) -> list[Launch]:
+    """Return the launches of a validated call, one a slice of its tokens."""
+    return [
+        _launch(problem, config, start, min(MAX_TOKENS_PER_LAUNCH, problem.num_tokens - start))
+        for start in range(0, problem.num_tokens, MAX_TOKENS_PER_LAUNCH)
+    ]
+
+
+def _launch(problem: Any, config: MlaDecodeConfig, start: int, num_tokens: int) -> Launch:
+    views, variant, num_heads = problem.views, problem.variant, problem.num_heads
+    cache_blocks = config.cache_blocks(num_tokens)
+    magic, shift = divisor_constants(num_heads)
+    values = {
+        "cache_blocks": cache_blocks,
+        "num_query_rows": num_tokens * num_heads,
+        "num_heads": num_heads,
+        "num_heads_magic": magic,
+        "num_heads_shift": shift,
+        "ql_nope_token_stride": byte_stride(views["ql_nope"], 0),
+        "ql_nope_head_stride": byte_stride(views["ql_nope"], 1),
+        "q_pe_token_stride": byte_stride(views["q_pe"], 0),
+        "q_pe_head_stride": byte_stride(views["q_pe"], 1),
+        "q_scale_value": 1,
+        "kv_c_stride": byte_stride(views["kv_c_normed"], 0),
+        "cache_scale_value": 1,
+        **cache_values(problem, num_tokens),
+        **rope_values(problem),
+    }
+    addresses = {
+        name: (name, start * byte_stride(v, 0) if name in _ONE_PER_TOKEN else 0)
+        for name, v in views.items()
+        if name != "out"
+    }
+    row_bytes = LATENT_DIM * (1 if variant.query_fp8 else 2)
+    addresses["mqa_q"] = ("out", start * num_heads * row_bytes)
+    scales = {"q_scale_inv": variant.query_fp8, "cache_scale_inv": variant.cache == "fp8"}
+    return Launch(
+        instance=instance_of(problem, config),
+        parameters=PARAMETERS,
+        values=values,
+        addresses=addresses,
+        numbers={
+            name.replace("_inv", "_value"): name
+            for name, is_used in scales.items()
+            if is_used and name not in views
+        },
+        grid=cache_blocks + config.query_blocks(num_tokens * num_heads),
+        block=config.block_size,
+        strides_are_64_bit=not variant.vector,
+    )

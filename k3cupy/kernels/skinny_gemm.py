@@ -1,14 +1,22 @@
-"""Instances of the skinny GEMM: what a call decides, what is tuned, and what is valid."""
+"""The kernel of the skinny GEMM, ``cuda_src/skinny_gemm.cu``."""
 
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
+from typing import Any
 
+from k3cupy.call.launch import Launch, Parameters
 from k3cupy.constants import CTYPES
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.instances import Instance, template_flag
+from k3cupy.runtime.tensors import row_stride
 
-SOURCE = "skinny_gemm.cu"
+KERNEL, SOURCE = "skinny", "skinny_gemm.cu"
+
+PARAMETERS = Parameters(
+    "pointer weight; u32 n, k; pointer x; i64 x_row_stride; pointer residual;"
+    "i64 residual_row_stride; pointer out; i64 out_row_stride"
+)
 
 MAX_TOKENS = 8
 """The most rows of x that one launch takes."""
@@ -32,7 +40,7 @@ _REGISTERS_BESIDE_VALUES = 14
 
 
 @dataclass(frozen=True)
-class SkinnyGemmVariant:
+class Variant:
     """The part of an instance that the call's arguments decide.
 
     Attributes:
@@ -114,7 +122,7 @@ class SkinnyGemmConfig:
         """Return how many blocks compute N output columns."""
         return -(-n // self.outputs_per_block)
 
-    def name_expression(self, variant: SkinnyGemmVariant) -> str:
+    def name_expression(self, variant: Variant) -> str:
         """Return the C++ name of the instance."""
         flags = (variant.aligned_x, variant.has_residual, variant.weight_is_static)
         arguments = [
@@ -125,7 +133,7 @@ class SkinnyGemmConfig:
         ]
         return f"k3cupy::skinny_gemm<{', '.join(arguments)}>"
 
-    def instance(self, variant: SkinnyGemmVariant) -> Instance:
+    def instance(self, variant: Variant) -> Instance:
         """Return what ``runtime.instances`` compiles."""
         return Instance(SOURCE, self.name_expression(variant))
 
@@ -138,3 +146,44 @@ class SkinnyGemmConfig:
             f"{self.outputs_per_block} output{plural_outputs} a block, "
             f"{self.k_unroll} x {16 * self.vector_width} bits in flight"
         )
+
+
+Config = SkinnyGemmConfig
+
+
+def variant_of(problem: Any) -> Variant:
+    """Return what a validated call decides."""
+    has_residual = problem.residual is not None
+    aligned = problem.slow_reason is None
+    return Variant(problem.x.dtype, aligned, has_residual, problem.weight_is_static)
+
+
+def instance_of(problem: Any, config: SkinnyGemmConfig) -> Instance:
+    """Return what a validated call compiles."""
+    return config.instance(variant_of(problem))
+
+
+def launch(problem: Any, config: SkinnyGemmConfig) -> Launch:
+    """Return the launch of a validated call."""
+    x, out, residual = problem.x, problem.out, problem.residual
+    addresses = {
+        "weight": (problem.signature.weight, 0),
+        "x": (problem.signature.x, 0),
+        "out": (problem.signature.out, 0),
+    }
+    if residual is not None:
+        addresses["residual"] = "residual", 0
+    return Launch(
+        instance=instance_of(problem, config),
+        parameters=PARAMETERS,
+        values={
+            "n": problem.n,
+            "k": problem.k,
+            "x_row_stride": row_stride(x),
+            "residual_row_stride": row_stride(residual) if residual is not None else 0,
+            "out_row_stride": row_stride(out) if out is not None else problem.n,
+        },
+        addresses=addresses,
+        grid=config.blocks(problem.n),
+        block=config.block_size,
+    )

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from k3cupy.ops import checks, outputs
+from k3cupy.call import outputs
 from k3cupy.runtime import producers, streams
+from k3cupy.runtime.errors import reject
 
 _ARRAYS = ("numpy", "cupy", "jax")
 
@@ -29,7 +30,7 @@ def linear(x: Any, weight: Any, residual: Any, stream: Any) -> Any:
     framework = views["x"].framework
     for name, v in views.items():
         if v.framework != framework or framework not in _ARRAYS:
-            checks.reject(
+            reject(
                 name,
                 "a tensor of PyTorch, CuPy, NumPy or JAX like the others, for its linear has to "
                 "run here",

@@ -1,14 +1,14 @@
-"""What ran and what fell back: a count for each decision, and a log line for each new one."""
+"""What ran and what fell back: a count for each choice, and a log line for each new one."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from k3cupy.dispatch.decision import LinearDecision
-from k3cupy.ops.fused_a_gemm_config import MAX_TOKENS
+from k3cupy.call.choice import Choice
+from k3cupy.kernels.fused_a_gemm import MAX_TOKENS
 
 logger = logging.getLogger("k3cupy.dispatch")
 
@@ -17,7 +17,7 @@ _MANY = MAX_TOKENS + 1
 
 
 class Counter:
-    """How often a decision was met."""
+    """How often a choice was met."""
 
     __slots__ = ("calls",)
 
@@ -30,18 +30,23 @@ class ReportRow:
     """One line of a report.
 
     Attributes:
-        decision: what ran, and why; its ``num_tokens`` is 65 for any number above 64.
+        choice: what ran, and why.
+        n: rows of the weight; 0 where the tensors do not say.
+        k: its columns; 0 where the tensors do not say.
+        num_tokens: rows of x, 65 for any number above 64; 0 where the tensors do not say.
         calls: how often.
     """
 
-    decision: LinearDecision
+    choice: Choice
+    n: int
+    k: int
+    num_tokens: int
     calls: int
 
     @property
     def tokens(self) -> str:
         """The number of tokens in words."""
-        count = self.decision.num_tokens
-        return f">{MAX_TOKENS}" if count > MAX_TOKENS else str(count)
+        return f">{MAX_TOKENS}" if self.num_tokens > MAX_TOKENS else str(self.num_tokens)
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ class DispatchReport:
     @property
     def fallbacks(self) -> tuple[ReportRow, ...]:
         """The rows in which the framework's linear ran."""
-        return tuple(row for row in self.rows if row.decision.is_fallback)
+        return tuple(row for row in self.rows if row.choice.is_fallback)
 
     def __str__(self) -> str:
         """The table."""
@@ -78,9 +83,9 @@ class DispatchReport:
             return "no call of low-latency linear yet"
         cells = [("calls", "N x K", "M", "what ran", "why")]
         for row in self.rows:
-            d = row.decision
-            shape = f"{d.n} x {d.k}" if d.n else "-"
-            cells.append((str(row.calls), shape, row.tokens, d.kernel, f"{d.reason} [{d.source}]"))
+            shape = f"{row.n} x {row.k}" if row.n else "-"
+            why = f"{row.choice.reason} [{row.choice.origin}]"
+            cells.append((str(row.calls), shape, row.tokens, row.choice.what, why))
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = []
         for calls, shape, tokens, what, why in cells:
@@ -91,22 +96,19 @@ class DispatchReport:
         return "\n".join(lines)
 
 
-_counters: dict[LinearDecision, Counter] = {}
+_counters: dict[tuple[Choice, int, int, int], Counter] = {}
 _lock = threading.Lock()
 
 
-def counter_of(decision: LinearDecision) -> Counter:
-    """Return the counter of a decision; one that is new is logged at debug level."""
-    if decision.num_tokens > MAX_TOKENS:
-        decision = replace(decision, num_tokens=_MANY)
+def counter_of(choice: Choice, n: int, k: int, num_tokens: int) -> Counter:
+    """Return the counter of a choice for a product; one that is new is logged at debug level."""
+    key = choice, n, k, min(num_tokens, _MANY)
     with _lock:
-        counter = _counters.get(decision)
+        counter = _counters.get(key)
         if counter is not None:
             return counter
-        counter = _counters[decision] = Counter()
-    logger.debug(
-        "%d x %d, M = %s: %s", decision.n, decision.k, ReportRow(decision, 0).tokens, decision
-    )
+        counter = _counters[key] = Counter()
+    logger.debug("%d x %d, M = %s: %s", n, k, ReportRow(*key, calls=0).tokens, choice)
     return counter
 
 
@@ -121,12 +123,12 @@ def dispatch_report() -> DispatchReport:
         >>> _ = k3cupy.low_latency_linear(torch.zeros(1, 16), torch.zeros(32, 16))
         >>> print(k3cupy.dispatch_report())
         calls    N x K  M  what ran  why
-            1  32 x 16  1  linear    x and the weight are float32, not bfloat16 [rule]
+            1  32 x 16  1  linear    x: expected bfloat16, got float32 [rule]
         0 of 1 calls ran a kernel of k3cupy
     """
     with _lock:
-        found = [ReportRow(decision, c.calls) for decision, c in _counters.items() if c.calls]
-    found.sort(key=lambda row: (row.decision.n, row.decision.k, row.decision.num_tokens))
+        found = [ReportRow(*key, calls=c.calls) for key, c in _counters.items() if c.calls]
+    found.sort(key=lambda row: (row.n, row.k, row.num_tokens))
     return DispatchReport(tuple(found))
 
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from k3cupy.ops import checks
+from k3cupy.accept import checks
 from k3cupy.runtime import env
+from k3cupy.runtime.errors import reject
 
 _of_process: bool | None = None
 _of_block: ContextVar[bool | None] = ContextVar("k3cupy_batch_invariant", default=None)
@@ -45,10 +46,7 @@ def is_batch_invariant() -> bool:
         >>> k3cupy.is_batch_invariant()
         False
     """
-    found = _of_block.get()
-    if found is None:
-        found = _of_process
-    return env.batch_invariant() if found is None else found
+    return resolved(None)
 
 
 @contextlib.contextmanager
@@ -84,9 +82,14 @@ def resolved(batch_invariant: Any) -> bool:
         TypeError: neither None nor a bool.
     """
     if batch_invariant is None:
-        return is_batch_invariant()
+        found = _of_block.get()
+        if found is None:
+            found = _of_process
+        if found is None and env.BATCH_INVARIANT not in env.values:
+            return False  # the everyday case, without another call
+        return env.batch_invariant() if found is None else found
     if not isinstance(batch_invariant, bool):
-        checks.reject(
+        reject(
             "batch_invariant", "None, True or False", repr(batch_invariant), error=TypeError
         )
     return batch_invariant
