@@ -1,4 +1,4 @@
-"""The parameters of the kernels, read from the CUDA sources: what a launch's arguments are called."""
+"""The parameters of the kernels, read from the CUDA sources: names and types of arguments."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """GPUs that are none: tensors that say they are on one, launches that are written down.
 
 Everything is patched at the seams of ``k3cupy.runtime`` and where PyTorch makes a tensor, so that
-what lies above them is free to change. A ``CudaTensor`` says that it is on a GPU and is read as such
-tensors are; its memory is the CPU's, never touched. Plain CPU tensors count as tensors of GPU 0.
+what lies above them is free to change. A ``CudaTensor`` says that it is on a GPU and is read as
+such tensors are; its memory is the CPU's, never touched. Plain CPU tensors count as tensors of
+GPU 0.
 """
 
 from __future__ import annotations
