@@ -18,7 +18,7 @@ import k3cupy
 from k3cupy.ops.fused_a_gemm_plan import Options, make_plan
 from k3cupy.ops.fused_a_gemm_validate import check_config
 from k3cupy.ops.gemm_validate import FRIENDLY
-from k3cupy.runtime import devices, tensor_maps
+from k3cupy.runtime import devices
 from k3cupy.runtime.tensor_maps import Box
 
 MAPPED = k3cupy.FusedAGemmConfig(16, 32, 128, 4, 3, 4, 1, 1, 2, mapped_x=True)
@@ -28,10 +28,7 @@ SPLIT_WARPGROUPS = k3cupy.FusedAGemmConfig(64, 64, 128, 4, 3, 1, 4, 2, 2, 8, map
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
-    """A GPU that is none, which has maps for every address."""
-    found = FakeDevice(monkeypatch)
-    monkeypatch.setattr(tensor_maps, "mapper", lambda box, _: lambda address: (box, address))
-    return found
+    return FakeDevice(monkeypatch)
 
 
 @pytest.fixture
