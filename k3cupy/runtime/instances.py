@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextvars
 import os
 import threading
-import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 
 from k3cupy.runtime import binaries, devices, sources, toolchain
 from k3cupy.runtime.errors import CompileError, ToolchainError
+from k3cupy.runtime.warn import warn_user
 
 
 @dataclass(frozen=True)
@@ -145,10 +145,9 @@ def load_all(
 def _compile(instance: Instance, source: sources.Source, device: int) -> LoadedKernel:
     cupy = toolchain.cupy()
     core = toolchain.cuda_core()
-    options = toolchain.options(source.directory)
     with devices.current(device):
         try:
-            module, function = _build(cupy, instance, source, options, device)
+            module, function = _build(cupy, instance, source, device)
         except cupy.cuda.compiler.CompileException as error:
             versions = toolchain.describe_versions(tuple(cupy.cuda.nvrtc.getVersion()))
             raise CompileError(
@@ -172,19 +171,17 @@ def _compile(instance: Instance, source: sources.Source, device: int) -> LoadedK
         )
 
 
-def _build(
-    cupy: Any, instance: Instance, source: sources.Source, options: tuple[str, ...], device: int
-) -> tuple[Any, Any]:
-    build = _build_for_own_arch if instance.own_arch else _build_once
+def _build(cupy: Any, instance: Instance, source: sources.Source, device: int) -> tuple[Any, Any]:
+    """Return CuPy's module and function; compile in memory where the disk cannot be used."""
     try:
-        return build(cupy, instance, source, options, device)
+        return _build_once(cupy, instance, source, device)
     except OSError as error:
         _warn_of_cache(error)
         with _memory_cache_lock:
             before = os.environ.get("CUPY_CACHE_IN_MEMORY")
             os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
             try:
-                return build(cupy, instance, source, options, device)
+                return _build_once(cupy, instance, source, device)
             finally:
                 if before is None:
                     del os.environ["CUPY_CACHE_IN_MEMORY"]
@@ -198,29 +195,23 @@ def _warn_of_cache(error: OSError) -> None:
     if (directory, error.errno) in _warned:
         return
     _warned.add((directory, error.errno))
-    warnings.warn(
+    warn_user(
         f"kernel cache: {directory} cannot be used ({error}); compiling in memory. Free space "
         "there, remove the entry that the error names, or set CUPY_CACHE_DIR to a writable "
         "directory.",
         RuntimeWarning,
-        stacklevel=6,
     )
 
 
 def _build_once(
-    cupy: Any, instance: Instance, source: sources.Source, options: tuple[str, ...], _device: int
+    cupy: Any, instance: Instance, source: sources.Source, device: int
 ) -> tuple[Any, Any]:
-    module = cupy.RawModule(
-        code=source.text, options=options, name_expressions=(instance.name_expression,)
-    )
-    return module, _loaded_function(module, instance.name_expression)
-
-
-def _build_for_own_arch(
-    cupy: Any, instance: Instance, source: sources.Source, _options: tuple[str, ...], device: int
-) -> tuple[Any, Any]:
-    arch, nvrtc = f"{devices.info(device).arch}a", tuple(cupy.cuda.nvrtc.getVersion())
     name = instance.name_expression
+    if not instance.own_arch:
+        options = toolchain.options(source.directory)
+        module = cupy.RawModule(code=source.text, options=options, name_expressions=(name,))
+        return module, _loaded_function(module, name)
+    arch, nvrtc = f"{devices.info(device).arch}a", tuple(cupy.cuda.nvrtc.getVersion())
     with binaries.binary(source, instance.source, name, arch, nvrtc) as (path, symbol):
         module = cupy.RawModule(path=str(path))
         return module, _loaded_function(module, symbol)
