@@ -10,14 +10,16 @@ import contextvars
 import os
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from k3cupy.runtime import binaries, devices, sources, toolchain
+from k3cupy.runtime import devices, sources, toolchain
 from k3cupy.runtime.errors import CompileError, ToolchainError
 from k3cupy.runtime.warn import warn_user
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ def load(instance: Instance, device: int) -> LoadedKernel:
         ToolchainError: CuPy, cuda-core or the headers are missing, or the driver refused the
             binary.
     """
+    from concurrent.futures import Future  # slow to import, and CPU tensors need none of this
+
     source = sources.load(instance.source)
     key = (device, instance, source.digest)
     with _lock:
@@ -127,6 +131,8 @@ def load_all(
     Returns:
         How many instances are ready.
     """
+    from concurrent.futures import ThreadPoolExecutor, as_completed
+
     wanted = list(dict.fromkeys(instances))
     workers = max_workers or min(16, os.cpu_count() or 1)
     with ThreadPoolExecutor(workers, thread_name_prefix="k3cupy-compile") as pool:
@@ -211,6 +217,8 @@ def _build_once(
         options = toolchain.options(source.directory)
         module = cupy.RawModule(code=source.text, options=options, name_expressions=(name,))
         return module, _loaded_function(module, name)
+    from k3cupy.runtime import binaries
+
     arch, nvrtc = f"{devices.info(device).arch}a", tuple(cupy.cuda.nvrtc.getVersion())
     with binaries.binary(source, instance.source, name, arch, nvrtc) as (path, symbol):
         module = cupy.RawModule(path=str(path))

@@ -11,7 +11,6 @@ every call looks at the modification times, so that an edit takes effect at the 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 import threading
@@ -166,6 +165,8 @@ def shipped_digest(*names: str) -> str:
 
 
 def _digest(files: Mapping[Path, str], folder: Path) -> str:
+    import hashlib  # loads OpenSSL, which a call on CPU tensors does not need
+
     digest = hashlib.sha256()
     for path, text in files.items():
         digest.update(f"{path.relative_to(folder)}\0{len(text)}\0{text}".encode())
