@@ -18,11 +18,12 @@ import numpy as np
 import torch
 
 import k3cupy
+from k3cupy.bench import document
 from k3cupy.constants import DS_MLA_ROW_BYTES, KV_LORA_RANK, LATENT_DIM, QK_ROPE_HEAD_DIM
 from k3cupy.ops.mla_decode_config import CANDIDATES, MlaDecodeConfig, MlaDecodeVariant
 from k3cupy.runtime import devices, instances, launch
 from k3cupy.runtime.instances import Instance
-from k3cupy.timing import environment, graphs
+from k3cupy.timing import graphs
 
 KINDS = ("16bit+same", "fp8+fp8", "16bit+ds_mla", "16bit+fp8", "fp8+same")
 """Query format + cache format."""
@@ -347,15 +348,15 @@ def host_time(kind: str, tokens: int = 16, heads: int = 12) -> dict[str, float]:
 
 
 def as_document(entries: Sequence[Entry], commit: str | None = None) -> dict[str, Any]:
-    """Return a run as the JSON document that is kept under ``benchmarks/results``."""
-    return {
-        "benchmark": "decode",
-        "environment": environment.describe(torch.cuda.current_device(), commit),
-        "method": {
+    """Return a run as its document."""
+    return document.of(
+        "decode",
+        entries,
+        commit,
+        method={
             "launches_a_graph": LAUNCHES,
             "statistic": "median of 3 rounds of 9 replays, microseconds a launch",
             "chain": "time added to torch.bmm -> consumer; strides of the model",
         },
-        "host_us": {kind: host_time(kind) for kind in ("16bit+same", "fp8+fp8")},
-        "entries": [asdict(entry) for entry in entries],
-    }
+        host_us={kind: host_time(kind) for kind in ("16bit+same", "fp8+fp8")},
+    )

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 import k3cupy
+from k3cupy.bench import document
 from k3cupy.constants import (
     DS_MLA_ROW_BYTES,
     KV_LORA_RANK,
@@ -39,7 +40,7 @@ from k3cupy.ops.mla_prefill_config import (
 from k3cupy.ops.mla_prefill_validate import OPERATIONS
 from k3cupy.runtime import instances, launch
 from k3cupy.runtime.instances import Instance
-from k3cupy.timing import environment, graphs
+from k3cupy.timing import graphs
 
 TOKENS = (1, 4, 16, 64, 512, 4096, 16_384, 65_536)
 
@@ -399,15 +400,15 @@ def run(
 
 
 def as_document(entries: Sequence[Entry], commit: str | None = None) -> dict[str, Any]:
-    """Return a run as the JSON document that is kept under ``benchmarks/results``."""
-    return {
-        "benchmark": "prefill",
-        "environment": environment.describe(torch.cuda.current_device(), commit),
-        "method": {
+    """Return a run as its document."""
+    return document.of(
+        "prefill",
+        entries,
+        commit,
+        method={
             "statistic": "median of 3 rounds of 5 replays of a CUDA graph, microseconds a launch",
             "tensors": f"from {_ROTATE_FROM} tokens on several sets take turns, "
             f"{_ROTATED_BYTES >> 20} MiB at least",
             "bytes": "each byte read and written, counted once",
         },
-        "entries": [asdict(entry) for entry in entries],
-    }
+    )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 from k3cupy.runtime import dlpack, streams
 from k3cupy.runtime.tensors import ALIGNMENT, TensorView, is_number, itemsize
@@ -134,19 +134,31 @@ def _is_jax(obj: Any) -> bool:
 
 # --- Which producer -----------------------------------------------------------------------------
 
-_Handlers = tuple[Callable[..., Probe] | None, Callable[[Any], TensorView]]
-_TORCH: _Handlers = (None, _view_torch)  # probe_all reads these in line
-_NUMPY: _Handlers = (_probe_numpy, _view_numpy)
-_CUPY: _Handlers = (_probe_cupy, _view_cupy)
-_DLPACK: _Handlers = (_probe_dlpack, _view_dlpack)
 
-_by_type: dict[type, _Handlers] = {}
+class Handlers(NamedTuple):
+    """How a producer's tensors are read.
+
+    Attributes:
+        probe: None for PyTorch's, which ``probe_all`` reads in line.
+        view: the full description.
+    """
+
+    probe: Callable[..., Probe] | None
+    view: Callable[[Any], TensorView]
+
+
+_TORCH = Handlers(None, _view_torch)
+_NUMPY = Handlers(_probe_numpy, _view_numpy)
+_CUPY = Handlers(_probe_cupy, _view_cupy)
+_DLPACK = Handlers(_probe_dlpack, _view_dlpack)
+
+_by_type: dict[type, Handlers] = {}
 
 torch_types: set[type] = set()
 """Classes known as PyTorch's tensors, each from its first use on."""
 
 
-def _resolve(cls: type) -> _Handlers | None:
+def _resolve(cls: type) -> Handlers | None:
     """Find the producer of a class without importing any framework: its base classes tell."""
     torch = sys.modules.get("torch")
     if torch is not None and issubclass(cls, torch.Tensor):
@@ -163,8 +175,8 @@ def _resolve(cls: type) -> _Handlers | None:
     return None
 
 
-def handlers(obj: Any) -> _Handlers:
-    """Return (probe, view) for a tensor's class; PyTorch's has no probe.
+def handlers(obj: Any) -> Handlers:
+    """Return how tensors of an object's class are read.
 
     Raises:
         TypeError: the object is no tensor; the text is the class's name only, for the caller to
@@ -263,8 +275,7 @@ def view(obj: Any, name: str) -> TensorView:
         TypeError: not a tensor, or one whose export fails; the text begins with ``name``.
     """
     try:
-        _, describe = handlers(obj)
-        return describe(obj)
+        return handlers(obj).view(obj)
     except TypeError as error:
         raise TypeError(
             f"{name}: expected a tensor (PyTorch, CuPy, NumPy, JAX or DLPack), got "

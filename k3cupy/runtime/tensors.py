@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import numbers
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from k3cupy.runtime import toolchain
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 ALIGNMENT = 16
 """Bytes of the widest access of the kernels; a signature holds the address modulo this."""

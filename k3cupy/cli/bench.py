@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from k3cupy.cli_options import shape_option
+from k3cupy.cli.options import shape_option
 
 
 @click.group()

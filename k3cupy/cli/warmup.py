@@ -1,32 +1,14 @@
-"""The command line: ``python -m k3cupy --help``."""
+"""``python -m k3cupy warmup``."""
 
 from __future__ import annotations
 
 import click
 
 import k3cupy
-from k3cupy.bench.cli import bench
-from k3cupy.cli_options import shape_option
-from k3cupy.cli_tune import tune
+from k3cupy.cli.options import shape_option
 
 
-@click.group()
-@click.version_option(k3cupy.__version__, prog_name="k3cupy")
-def main() -> None:
-    """Kimi-K3 decode kernels, compiled at run time."""
-
-
-main.add_command(bench)
-main.add_command(tune)
-
-
-@main.command("show-config")
-def show_config() -> None:
-    """GPUs, versions, paths, and which backend will run and why."""
-    k3cupy.show_config()
-
-
-@main.command()
+@click.command()
 @click.option(
     "--op",
     default="mla_decode",
@@ -83,7 +65,3 @@ def warmup(
     except (ValueError, k3cupy.ToolchainError, k3cupy.CompileError) as error:
         raise click.ClickException(str(error)) from error
     click.echo(f"{count} kernels are ready")
-
-
-if __name__ == "__main__":
-    main()

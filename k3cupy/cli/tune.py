@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from k3cupy.cli_options import shape_option
+from k3cupy.cli.options import shape_option
 from k3cupy.dispatch import tune as tuning
 from k3cupy.dispatch.presets import preset_names
 from k3cupy.dispatch.tuning import files
