@@ -27,7 +27,7 @@ from golden_recording import GoldenCall, Shipped, Tensors, Twice, described, rec
 import k3cupy
 
 FOLDER = Path(__file__).parent / "goldens"
-DECODE_CONFIG = "split"
+DECODE_CONFIG = "config"
 """How the decode epilogue calls its configuration."""
 
 BF16, FP16, E4M3, U8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8
@@ -475,8 +475,8 @@ _SPLIT = k3cupy.FusedAGemmConfig(16, 32, 128, 8, 2, 4, 1, 4, 2)
 _FEWER_ROWS = k3cupy.FusedAGemmConfig(16, 32, 128, 8, 2, 4, 1, 1, 2, block_rows=27)
 _MAPPED = k3cupy.FusedAGemmConfig(16, 32, 128, 4, 3, 4, 1, 1, 2, mapped_x=True)
 _SPLIT_MAPPED = k3cupy.FusedAGemmConfig(16, 32, 128, 4, 3, 4, 1, 2, 2, mapped_x=True)
-_WARPGROUPS = k3cupy.FusedAGemmConfig(64, 64, 128, 4, 3, 1, 4, 1, 2, 64)
-_WIDE_TOKENS = k3cupy.FusedAGemmConfig(64, 64, 128, 4, 3, 1, 4, 2, 2, 8, mapped_x=True)
+_WARPGROUPS = k3cupy.FusedAGemmConfig(64, 64, 128, 4, 3, 1, 4, 1, 2, "warpgroup")
+_WIDE_TOKENS = k3cupy.FusedAGemmConfig(64, 64, 128, 4, 3, 1, 4, 2, 2, "warpgroup_tokens", mapped_x=True)
 _CONFIGS = {
     "warps": _WARPS,
     "split": _SPLIT,

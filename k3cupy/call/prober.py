@@ -47,9 +47,10 @@ def make_prober(
 
 
 def _code(names: Sequence[str], required: Collection[str]) -> str:
-    """Return the source of ``probe``: every tensor in line, by its name."""
-    given = [name for name in names if name in required]
-    optional = [name for name in names if name not in required]
+    """Return the source of ``probe``: every tensor in line, ``t0`` the first argument."""
+    short = {name: f"t{i}" for i, name in enumerate(names)}
+    given = [short[name] for name in names if name in required]
+    optional = [short[name] for name in names if name not in required]
     unlike = " or ".join(f"type({name}) not in torch_types" for name in given)
     unlike += "".join(
         f" or ({name} is not None and type({name}) not in torch_types)" for name in optional
@@ -59,7 +60,7 @@ def _code(names: Sequence[str], required: Collection[str]) -> str:
         + [f"({name} is not None and {name}.requires_grad)" for name in optional]
     )
     body = [
-        f"{', '.join(names)}, = values",
+        f"{', '.join(short.values())}, = values",
         # Off the GPU an ordinal says too little: a tensor without memory has -1 as well.
         f"if {unlike} or {given[0]}.get_device() < 0:",
         "    return any_producer(values, stream)",
@@ -76,8 +77,10 @@ def _code(names: Sequence[str], required: Collection[str]) -> str:
             f"    at_{name} = {name}.data_ptr()",
             f"    like_{name} = ({_layout(name)})",
         ]
-    addresses = ", ".join(f"at_{name}" for name in names)
-    signature = ", ".join(_layout(name) if name in required else f"like_{name}" for name in names)
+    addresses = ", ".join(f"at_{name}" for name in short.values())
+    signature = ", ".join(
+        _layout(name) if name in given else f"like_{name}" for name in short.values()
+    )
     body.append(f"return [{addresses}], ({signature},), None")
     lines = [
         "def probe(values, stream):",

@@ -44,6 +44,9 @@ KERNELS = {module.KERNEL: module for modules in FAMILIES.values() for module in 
 Times = Mapping[str, Mapping[Any, float]]
 """Kernel -> configuration -> microseconds. The framework's linear has the configuration None."""
 
+AS_GOOD = 1.01
+"""Times that differ by less are the same: two runs differ by as much."""
+
 _KEPT = 8192
 """Configurations whose names are kept: tables name the same ones again and again."""
 
@@ -57,8 +60,8 @@ class Entry:
         size: tokens or rows.
         times: what was measured; empty for figures that others published.
         kernel: the fastest.
-        config: its configuration; None where the kernel's own choice is to be taken, and for the
-            framework's linear.
+        config: its configuration, or of those as good as the fastest the one that was preferred;
+            None where the kernel's own choice is to be taken, and for the framework's linear.
         date: of the measurement, as 2026-11-29.
         sources: digest of the sources that were measured.
     """
@@ -78,7 +81,7 @@ class Entry:
 
     @property
     def us(self) -> float | None:
-        """The time of the fastest, where it was measured."""
+        """The time of what is chosen, where it was measured."""
         return self.times.get(self.kernel, {}).get(self.config)
 
     @property
@@ -94,6 +97,8 @@ class Entry:
                 kernel: times[None] if kernel == LINEAR else {key_of(c): us for c, us in times.items()}
                 for kernel, times in self.times.items()
             }
+            if self.us != min(us for times in self.times.values() for us in times.values()):
+                found["preferred"] = key_of(self.config)
         else:
             found["kernel"] = self.kernel
             found["config"] = self.config and key_of(self.config)
@@ -101,15 +106,38 @@ class Entry:
 
 
 def measured(
-    problem: str, size: int, times: Times, *, date: str = "", sources: str = ""
+    problem: str,
+    size: int,
+    times: Times,
+    *,
+    preferred: Any = None,
+    date: str = "",
+    sources: str = "",
 ) -> Entry:
-    """Return the entry of measured times; of equal times the framework's linear is the fastest."""
+    """Return the entry of measured times; of equal times the framework's linear is the fastest.
+
+    Args:
+        problem: as tables name it.
+        size: tokens or rows.
+        times: of every candidate.
+        preferred: a configuration of the fastest kernel that is to be chosen, because its time
+            differs from the fastest by no more than two runs do.
+        date: of the measurement.
+        sources: digest of what was measured.
+
+    Raises:
+        ValueError: the preferred configuration is clearly slower, or was not measured.
+    """
     every = [
         (us, kernel != LINEAR, kernel, config)
         for kernel, of_kernel in times.items()
         for config, us in of_kernel.items()
     ]
-    _, _, kernel, config = min(every, key=lambda found: found[:2])
+    fastest, _, kernel, config = min(every, key=lambda found: found[:2])
+    if preferred is not None:
+        if not times[kernel].get(preferred, math.inf) <= AS_GOOD * fastest:
+            raise ValueError(f"{key_of(preferred)!r} is not as good as the fastest")
+        config = preferred
     return Entry(problem, size, times, kernel, config, date, sources)
 
 
@@ -172,7 +200,12 @@ def entry_of(problem: str, fields: Any) -> Entry:
         size = _count(fields["size"])
         facts = {name: str(fields.get(name, "")) for name in ("date", "sources")}
         if "us" in fields:
-            return measured(problem, size, _times(fields["us"]), **facts)
+            times = _times(fields["us"])
+            preferred = fields.get("preferred")
+            if preferred is not None:
+                (kernel,) = times  # only where one kernel was measured are others as good
+                preferred = config_of(kernel, preferred)
+            return measured(problem, size, times, preferred=preferred, **facts)
         kernel, key = fields["kernel"], fields["config"]
     except (AttributeError, KeyError, TypeError, OverflowError) as error:
         raise ValueError(f"expected the fields of an entry, got {fields!r:.100}") from error

@@ -286,16 +286,17 @@ def why_not_mapped(problem: Any, rows: slice) -> str | None:
     return None
 
 
-def variant_of(problem: Any) -> Variant:
-    """Return what a validated call decides."""
-    aligned = problem.slow_reason is None
-    has_residual = problem.residual is not None
-    return Variant(aligned and problem.is_packed, aligned, problem.weight_is_static, has_residual)
+def instance_of(problem: Any, config: FusedAGemmConfig, num_tokens: int = 0) -> Instance:
+    """Return what a validated call compiles.
 
-
-def instance_of(problem: Any, config: FusedAGemmConfig) -> Instance:
-    """Return what a validated call compiles."""
-    return config.instance(variant_of(problem))
+    Args:
+        problem: the call.
+        config: its configuration.
+        num_tokens: of one launch, where it is another than the call's.
+    """
+    aligned, has_residual = problem.slow_reason is None, problem.residual is not None
+    packed = aligned and (problem.is_packed or num_tokens == 1)
+    return config.instance(Variant(packed, aligned, problem.weight_is_static, has_residual))
 
 
 def launch(problem: Any, config: FusedAGemmConfig, rows: slice) -> Launch:
@@ -309,12 +310,13 @@ def launch(problem: Any, config: FusedAGemmConfig, rows: slice) -> Launch:
     x, out, residual = problem.x, problem.out, problem.residual
     num_tokens = rows.stop - rows.start
     out_step = row_stride(out) if out is not None else problem.n
+    several = num_tokens > 1 or problem.num_tokens == 1  # of one row nobody asks for strides
     values = {
         "n": problem.n,
         "k": problem.k,
         "num_tokens": num_tokens,
-        "out_row_stride": out_step,
-        "residual_row_stride": row_stride(residual) if residual is not None else 0,
+        "out_row_stride": out_step if several else 0,
+        "residual_row_stride": row_stride(residual) if several and residual is not None else 0,
         "block_rows": config.rows,
     }
     x_at = problem.signature.x, rows.start * byte_stride(x, 0)
@@ -330,9 +332,9 @@ def launch(problem: Any, config: FusedAGemmConfig, rows: slice) -> Launch:
         box = Box(num_tokens, problem.k, row_stride(x) or problem.k, config.tile_m)
         maps["x_map"] = tensor_maps.mapper(box, x.device_index)
     else:
-        values["x_row_stride"] = row_stride(x)
+        values["x_row_stride"] = row_stride(x) if several else 0
     return Launch(
-        instance=instance_of(problem, config),
+        instance=instance_of(problem, config, num_tokens),
         parameters=MAPPED_PARAMETERS if config.mapped_x else PARAMETERS,
         values=values,
         addresses=addresses,

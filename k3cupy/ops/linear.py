@@ -20,7 +20,7 @@ from k3cupy.ops.dispatch_report import Counter, counter_of
 from k3cupy.runtime import devices, producers
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import CaptureError, ToolchainError, reject
-from k3cupy.runtime.user_warnings import warn_user
+from k3cupy.runtime.warn import warn_user
 
 _probe = OURS.arguments.probe
 _OPERATIONS: dict[str, Operation] = {

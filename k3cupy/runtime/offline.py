@@ -42,8 +42,8 @@ def compile_cubin(source: str, name_expressions: Sequence[str], arch: str) -> Cu
         ToolchainError: cuda-core or the headers are missing.
 
     Example:
-        >>> from k3cupy.ops.mla_decode_config import MlaDecodeConfig, MlaDecodeVariant
-        >>> name = MlaDecodeConfig(0, 288, 1).name_expression(MlaDecodeVariant("bfloat16"))
+        >>> from k3cupy.kernels.mla_decode import MlaDecodeConfig, Variant
+        >>> name = MlaDecodeConfig(0, 288, 1).name_expression(Variant("bfloat16"))
         >>> compile_cubin("mla_decode.cu", [name], "sm_90").code[:4]    # doctest: +SKIP
         b'\x7fELF'
     """

@@ -225,7 +225,6 @@ def probe_all(
     addresses: list[int] = []
     signature: list[Any] = []
     owners: list[Any] = []
-    torch_types = torch_types
     grad_mode = bool(torch_types) and sys.modules["torch"].is_grad_enabled()
     add_address = addresses.append
     for value in values:
