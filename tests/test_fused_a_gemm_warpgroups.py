@@ -253,7 +253,7 @@ def test_in_a_graph_among_dependent_launches(
 def test_nothing_spills(sm_90: None) -> None:
     for config in (*CONFIGS, *WIDE_TOKENS_CONFIGS):
         loaded = instances.load(config.instance(k3cupy.FusedAGemmVariant()), 0)
-        assert loaded.local_bytes == 0
+        assert loaded.function.local_size_bytes == 0
         assert loaded.registers * config.block_size <= 65_536
 
 

@@ -150,8 +150,26 @@ def test_the_list_is_what_both_are_fed_from(monkeypatch: pytest.MonkeyPatch) -> 
     folder = Path("/src")
     assert toolchain.options(folder)[-1] == "--use_fast_math"
     pytest.importorskip("cuda.core")
-    flags = meaning(o.decode() for o in toolchain.program_options(folder, ARCH).as_bytes("nvrtc"))
+    flags = meaning(
+        o.decode() for o in toolchain.program_options(folder / "x.cu", ARCH).as_bytes("nvrtc")
+    )
     assert {"--use_fast_math", "--restrict"} <= set(flags)
+
+
+def test_headers_never_come_from_the_working_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Such a binary would be kept under the key of the right headers."""
+    pytest.importorskip("cuda.core")
+    tree, elsewhere = tmp_path / "cuda_src", tmp_path / "elsewhere"
+    for folder, line in ((tree, "using Number = int;"), (elsewhere, "#error not this one")):
+        (folder / "common").mkdir(parents=True)
+        (folder / "common/number.cuh").write_text(line, encoding="utf-8")
+    program = '#include "common/number.cuh"\nextern "C" __global__ void f(Number* x) { *x = 1; }'
+    (tree / "f.cu").write_text(program, encoding="utf-8")
+    monkeypatch.chdir(elsewhere)
+    with sources.source_dir(tree):
+        assert offline.compile_cubin("f.cu", ["f"], ARCH).code.startswith(b"\x7fELF")
 
 
 def test_meaning_takes_spellings_for_one_and_nothing_else() -> None:

@@ -62,7 +62,7 @@ def test_one_compile_however_many_threads_ask(gpu: FakeGpu) -> None:
         loaded = list(pool.map(ask, range(16)))
     assert sorted(gpu.compiled) == sorted(i.name_expression for i in INSTANCES[:2])
     assert len({id(kernel) for kernel in loaded}) == 2
-    assert all(kernel.registers == 32 and kernel.local_bytes == 0 for kernel in loaded)
+    assert all(kernel.function.num_regs == 32 for kernel in loaded)
 
 
 def test_each_gpu_loads_its_own(gpu: FakeGpu) -> None:

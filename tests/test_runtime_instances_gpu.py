@@ -256,7 +256,7 @@ def test_the_driver_sees_no_local_memory() -> None:
         for rope in (False, True):
             variant = MlaDecodeVariant("bfloat16", cache="ds_mla", rope=rope)
             loaded = instances.load(config.instance(variant), torch.cuda.current_device())
-            assert loaded.local_bytes == 0
+            assert loaded.function.local_size_bytes == 0
             assert loaded.registers * config.block_size <= 65_536
 
 

@@ -116,7 +116,7 @@ def test_a_configuration_of_the_caller_is_the_one_that_runs() -> None:
 def test_as_many_blocks_fit_as_the_choice_counts_on() -> None:
     for config in (BASE, k3cupy.SkinnyGemmConfig(1, 224, 2, 4, 8)):
         loaded = instances.load(config.instance(VARIANT()), 0)
-        assert loaded.local_bytes == 0
+        assert loaded.function.local_size_bytes == 0
         assert loaded.registers <= config.registers
 
 

@@ -425,7 +425,6 @@ class FakeGpu:
             self.on_compile(text)
             return SimpleNamespace(
                 num_regs=32,
-                local_size_bytes=0,
                 kernel=SimpleNamespace(ptr=len(self.compiled)),
                 max_dynamic_shared_size_bytes=49_152,
             )

@@ -7,10 +7,11 @@ the tensors of one launch after the other are different ones, so that none is fo
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -56,6 +57,9 @@ _ASSUMED_BYTES_A_US = 4e6
 _ROTATE_FROM = 4096
 _ROTATED_BYTES = 200 << 20
 _SAMPLES = 64
+
+
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -345,7 +349,7 @@ def run_entry(
     problems[0].check(candidates)
     copies = [Copies(size) for _ in range(sets)]
 
-    def in_turns(run: Callable[[Any], None], of: Sequence[Any]) -> Callable[[], None]:
+    def in_turns(run: Callable[[_T], None], of: Sequence[_T]) -> Callable[[], None]:
         turn = itertools.cycle(of)
         return lambda: run(next(turn))
 
@@ -354,7 +358,7 @@ def run_entry(
         in_turns(Copies.one_warp_a_row, copies),
         in_turns(Problem.unfused, problems),
         *(
-            in_turns(lambda problem, config=config: problem.run(config), problems)  # type: ignore[misc]
+            in_turns(functools.partial(Problem.run, config=config), problems)
             for config in candidates
         ),
     ]

@@ -22,7 +22,9 @@ def shape_option(text: str) -> Callable[[_Command], _Command]:
     )
 
 
-def _shapes(context: Any, parameter: Any, texts: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
+def _shapes(
+    context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
+) -> tuple[tuple[int, int], ...]:
     found = [re.fullmatch(r"(\d+)x(\d+)", text) for text in texts]
     for text, match in zip(texts, found, strict=True):
         if match is None:

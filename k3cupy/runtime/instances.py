@@ -50,16 +50,12 @@ class LoadedKernel:
 
     Attributes:
         kernel: cuda-core's kernel object, ready to launch.
-        registers: per thread.
-        local_bytes: local memory per thread; 0 in every kernel of ours.
         device: GPU ordinal.
         function: CuPy's function object.
         module: CuPy's module, which owns the code.
     """
 
     kernel: Any
-    registers: int
-    local_bytes: int
     device: int
     function: Any
     module: Any
@@ -169,8 +165,6 @@ def _compile(instance: Instance, source: sources.Source, device: int) -> LoadedK
             ) from error
         return LoadedKernel(
             kernel=core.Kernel.from_handle(function.kernel.ptr),
-            registers=function.num_regs,
-            local_bytes=function.local_size_bytes,
             device=device,
             function=function,
             module=module,

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from k3cupy.runtime import dlpack, streams
 from k3cupy.runtime.tensors import ALIGNMENT, TensorView, is_number, itemsize
 
-Probe = tuple[int, Hashable, Any]
+Probe = tuple[int, Hashable, object]
 """Address, signature, and what must live until the memory was used (None: only the tensor)."""
 
 

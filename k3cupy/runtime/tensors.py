@@ -47,7 +47,7 @@ class TensorView:
     readonly: bool
     requires_grad: bool
     framework: str
-    owner: Any = field(default=None, compare=False, repr=False)
+    owner: object = field(default=None, compare=False, repr=False)
 
     @property
     def is_cuda(self) -> bool:
@@ -128,7 +128,7 @@ def as_numpy(v: TensorView, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     return np.ndarray(v.shape, element, buffer=memory, strides=strides)
 
 
-def as_cupy(v: TensorView, owner: Any) -> Any:
+def as_cupy(v: TensorView, owner: object) -> Any:
     """Return a CuPy array over a CUDA tensor's memory; ``owner`` is kept alive by it."""
     cupy = toolchain.cupy()
     element = np.dtype(v.dtype)

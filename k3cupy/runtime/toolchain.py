@@ -132,7 +132,7 @@ class Option(NamedTuple):
 
     flags: tuple[str, ...]
     field: str
-    value: Any
+    value: object
     cupy_adds: bool = False
 
 
@@ -158,15 +158,18 @@ def options(source_directory: Path) -> tuple[str, ...]:
     return tuple(flag for option in found if not option.cupy_adds for flag in option.flags)
 
 
-def program_options(source_directory: Path, arch: str) -> Any:
+def program_options(path: Path, arch: str) -> Any:
     """Return the same options for cuda-core's ``Program``.
 
+    The program bears the name of its file: NVRTC looks for an include in quotes beside that first,
+    and without a name in the working directory, whatever lies there.
+
     Args:
-        source_directory: the folder of the CUDA sources.
+        path: the source, in the folder of the CUDA sources.
         arch: for example ``"sm_90"``.
     """
-    fields = {option.field: option.value for option in every_option(source_directory)}
-    return cuda_core().ProgramOptions(arch=arch, **fields)
+    fields = {option.field: option.value for option in every_option(path.parent)}
+    return cuda_core().ProgramOptions(name=str(path), arch=arch, **fields)
 
 
 def describe_versions(nvrtc: tuple[int, int] | None) -> str:
