@@ -198,7 +198,7 @@ def check_config(config: Any, kind: type[Config]) -> Config | None:
 
 
 def told_of_slow_rows(choice: Choice, problem: Problem) -> Choice:
-    """Return a choice whose reason also says why rows are read element by element, where they are."""
+    """Return a choice whose reason also tells why rows are read element by element, if so."""
     if problem.slow_reason is None:
         return choice
     reason = f"{choice.reason}; element by element, not 128-bit, because {problem.slow_reason}"

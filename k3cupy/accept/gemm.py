@@ -80,7 +80,7 @@ SKINNY = Limits(
     k_multiple=skinny_gemm.K_MULTIPLE,
 )
 LINEAR = replace(FUSED_A, dtype_hint="", rows_hint="", k_multiple=1, on_gpu=True)
-"""What a linear layer may give to one of the two; which K a kernel takes is for the choice to say."""
+"""What a linear layer may give to one of the two; the choice says which K a kernel takes."""
 
 INVARIANT_LINEAR = replace(LINEAR, max_tokens=None)
 """The same in batch-invariant mode, where more rows are computed in slices."""

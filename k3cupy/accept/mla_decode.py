@@ -95,9 +95,7 @@ def _check_types(given: Mapping[str, Any], views: mla.Views, dtype: str, ds_mla:
         checks.check_dtype("out", views["out"], mla.FP8 if "q_scale_inv" in given else (dtype,))
 
 
-def _check_cache(
-    given: Mapping[str, Any], cache: TensorView, dtype: str, ds_mla: bool
-) -> None:
+def _check_cache(given: Mapping[str, Any], cache: TensorView, dtype: str, ds_mla: bool) -> None:
     if ds_mla:
         checks.check_dtype("kv_cache", cache, ("uint8",), "A ds_mla cache is bytes, 656 a row")
         return

@@ -123,8 +123,12 @@ def accept(signature: Signature, values: Values) -> mla.MlaProblem:
     num_tokens, num_heads = _check_shapes(signature, views)
     mla.check_layouts(views)
     rope = "positions" in views
-    updated = () if op not in INSERTS else ("kv_cache", "q") if rope and not signature.is_fp8 else (
-        "kv_cache",
+    updated = (
+        ()
+        if op not in INSERTS
+        else ("kv_cache", "q")
+        if rope and not signature.is_fp8
+        else ("kv_cache",)
     )
     mla.check_written(views, updated=updated, outs=signature.out_names)
     read_or_written = dict(views)
@@ -164,9 +168,7 @@ def accept(signature: Signature, values: Values) -> mla.MlaProblem:
     )
 
 
-def _check_types(
-    signature: Signature, values: Values, views: mla.Views, dtype: str
-) -> None:
+def _check_types(signature: Signature, values: Values, views: mla.Views, dtype: str) -> None:
     op, first, arguments = signature.op, signature.inputs[0], signature.arguments
     checks.check_dtype(first, views[first], ("bfloat16", "float16"))
     for name in signature.inputs:

@@ -17,10 +17,10 @@ from k3cupy.runtime import instances, launch, streams, tensors
 from k3cupy.runtime.errors import CaptureError
 from k3cupy.runtime.tensors import TensorView
 
-Verify = Callable[[Problem, Mapping[str, TensorView], int | None], None]
+Verify = Callable[[Any, Mapping[str, TensorView], int | None], None]
 """Looks at a call's values on its stream (None: on the CPU), and raises where one is wrong."""
 
-Reference = Callable[[Problem, dict[str, Any]], None]
+Reference = Callable[[Any, dict[str, Any]], None]
 """Computes a call on NumPy arrays and numbers by argument name, outputs among them."""
 
 
@@ -32,7 +32,7 @@ class Plan(Protocol):
 
 
 class PlanCache:
-    """Plans by the signature of their calls, bounded; ``get(key)`` is a dictionary's own look-up."""
+    """Plans by the signature of their calls, bounded; ``get`` is a dictionary's own look-up."""
 
     def __init__(self, limit: int = 4096) -> None:
         self._plans: dict[Any, Any] = {}
@@ -236,9 +236,7 @@ class CudaPlan:
         with streams.current_for_cupy(handle, self._device):
             return [
                 out if given else outputs.finish(self._framework, out, output.dtype)
-                for out, given, output in zip(
-                    outs, self._given, self._problem.outputs, strict=True
-                )
+                for out, given, output in zip(outs, self._given, self._problem.outputs, strict=True)
             ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+
 from k3cupy.runtime.tensors import TensorView
 
 

@@ -31,8 +31,8 @@ K_MULTIPLE = 16
 """K is a multiple of this: one step of the tensor cores."""
 
 WARP, WARPGROUP, WARPGROUP_TOKENS = "warp", "warpgroup", "warpgroup_tokens"
-"""Products: of a warp (``mma``); of a warpgroup (``wgmma``), whose wide side is rows of the weight, or
-tokens."""
+"""Products: of a warp (``mma``); of a warpgroup (``wgmma``), whose wide side is rows of the weight,
+or tokens."""
 
 _WARP_ROWS, _MMA_TOKENS, _MMA_K = 16, 8, 16
 _WIDE, _NARROW_SIDES = 64, range(16, 129, 8)

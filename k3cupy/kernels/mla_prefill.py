@@ -166,9 +166,7 @@ class MlaPrefillConfig:
         """Return the threads of a block."""
         return self.tasks_per_block * variant.threads_of_a_task
 
-    def grid(
-        self, variant: Variant, num_tokens: int, num_heads: int, num_sms: int
-    ) -> Grid:
+    def grid(self, variant: Variant, num_tokens: int, num_heads: int, num_sms: int) -> Grid:
         """Return the numbers of a launch.
 
         Many tokens are spread over two cache blocks a multiprocessor; a block reads every later
@@ -267,9 +265,7 @@ def launches(problem: Any, config: MlaPrefillConfig, num_sms: int) -> list[Launc
             parameters=parameters,
             values=values,
             addresses={name: (name, 0) for name in views if name in parameters} | outputs,
-            numbers={
-                name.replace("_inv", "_value"): name for name in scales if name not in views
-            },
+            numbers={name.replace("_inv", "_value"): name for name in scales if name not in views},
             grid=grid.row_blocks + grid.cache_blocks,
             block=config.threads(variant),
             strides_are_64_bit=not variant.vector,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from k3cupy.accept import checks, gemm
@@ -292,6 +291,7 @@ def _fallback(reason: str, batch_invariant: bool) -> Choice:
 
 
 def _counter_of(choice: Choice, values: Values) -> Counter:
-    x, weight = (getattr(value, "shape", ()) for value in values[:2])
+    x: Any = getattr(values[0], "shape", ())
+    weight: Any = getattr(values[1], "shape", ())
     num_tokens, k = x if len(x) == 2 else (0, 0)
     return counter_of(choice, weight[0] if len(weight) == 2 else 0, k, num_tokens)
