@@ -124,7 +124,7 @@ ODD = [(1, 16), (7, 80), (16, 64), (100, 20000)]
     st.sampled_from([232_448, 166_912, *SMALL_GPUS]),
     st.booleans(),
 )
-@settings(EXAMPLES, max_examples=200)
+@settings(EXAMPLES, max_examples=400)
 def test_case04_every_choice_fits_the_gpu(
     shape: tuple[int, int],
     tokens: int,

@@ -27,7 +27,7 @@ GPUS = [
 
 
 @given(st.sampled_from(SHAPES + ODD), st.integers(1, 8), st.sampled_from(GPUS))
-@settings(EXAMPLES, max_examples=150)
+@settings(EXAMPLES, max_examples=300)
 def test_every_choice_is_valid_and_for_these_rows(
     shape: tuple[int, int], tokens: int, gpu: DeviceInfo
 ) -> None:
