@@ -24,8 +24,7 @@ from helpers import BF16, FP16, Producer, refused
 import k3cupy
 from k3cupy.dispatch import backends, linear
 from k3cupy.dispatch.plans import plan
-from k3cupy.ops import cuda_call
-from k3cupy.runtime import devices
+from k3cupy.runtime import devices, instances
 
 pytestmark = pytest.mark.usefixtures("fresh_counts")
 
@@ -262,20 +261,20 @@ def test_no_tokens(gpu: DispatchDevice) -> None:
     assert gpu.launches == []
 
 
-def test_a_capture_names_the_warm_up(gpu: DispatchDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> Any:
-        raise k3cupy.CaptureError("the kernel is not loaded")
-
-    monkeypatch.setattr(cuda_call.CudaPlace, "load", refuse)
+def test_a_capture_names_the_warm_up(gpu: DispatchDevice) -> None:
+    gpu.capturing = True
     x, weight = inputs(4, N, K)
     with pytest.raises(k3cupy.CaptureError) as caught:
         k3cupy.low_latency_linear(x, weight, weight_is_static=True)
-    assert str(caught.value).startswith("the kernel is not loaded. ")
+    assert re.match(
+        r"k3cupy::skinny_gemm<.*> is not loaded and stream 0x4d is capturing", str(caught.value)
+    )
     assert (
         "k3cupy.warmup_low_latency_gemm([(1536, 128)], tokens=[4], residual=False, "
         "batch_invariant=False, weight_is_static=True)" in str(caught.value)
     )
-    monkeypatch.setattr(cuda_call.CudaPlace, "load", gpu.load)
+    assert gpu.loaded == []
+    gpu.capturing = False
     assert k3cupy.try_low_latency_gemm(x, weight, weight_is_static=True) is not None
 
 
@@ -299,7 +298,7 @@ def test_a_kernel_that_cannot_be_built_here_falls_back(
     def missing(*_: Any) -> Any:
         raise k3cupy.ToolchainError("the CUDA headers were not found")
 
-    monkeypatch.setattr(cuda_call.CudaPlace, "load", missing)
+    monkeypatch.setattr(instances, "load", missing)
     x, weight = inputs(4, N, K)
     with pytest.warns(UserWarning, match="cannot run: the CUDA headers"):
         assert k3cupy.try_low_latency_gemm(x, weight) is None
@@ -380,7 +379,7 @@ def test_concurrent_first_calls(gpu: DispatchDevice, caplog: pytest.LogCaptureFi
 
 def test_the_look_up_costs_little(gpu: DispatchDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the direct call of the same kernel, all on a launch that does nothing."""
-    monkeypatch.setattr(gpu, "launches", Forgetful())
+    monkeypatch.setattr(gpu, "records", Forgetful())
     x, weight = inputs(4, N, K)
 
     def best_us(call: Callable[[], Any]) -> float:

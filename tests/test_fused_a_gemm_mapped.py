@@ -17,7 +17,7 @@ from pdl_helpers import wrong_values_of_a_chain
 from stream_helpers import captured
 
 import k3cupy
-from k3cupy.runtime import devices, tensor_maps
+from k3cupy.runtime import devices
 from k3cupy.runtime.tensor_maps import Box
 
 MAPPED = k3cupy.FusedAGemmConfig(16, 32, 128, 4, 3, 4, 1, 1, 2, mapped_x=True)
@@ -27,11 +27,8 @@ SPLIT_WARPGROUPS = k3cupy.FusedAGemmConfig(64, 64, 128, 4, 3, 1, 4, 2, 2, 8, map
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeDevice]:
-    """A GPU that is none, which has maps for every address."""
-    found = FakeDevice(monkeypatch)
-    monkeypatch.setattr(tensor_maps, "mapper", lambda box, _: lambda address: (box, address))
     with fresh_plans(tmp_path):
-        yield found
+        yield FakeDevice(monkeypatch)
 
 
 @pytest.fixture
