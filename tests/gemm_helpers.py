@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import oracle
 import pytest
 import torch
+from fake_device import FakeDevice
 from helpers import BF16, FP16, Guarded, check_guards, guarded
+from hypothesis import settings
+from toolchain_helpers import copy_of_sources, write
 
 import k3cupy
 
@@ -21,6 +26,9 @@ _ENOUGH_COLUMNS = 200
 
 _ROWS_AT_ONCE = 8192
 
+EXAMPLES = settings(max_examples=40, derandomize=True, deadline=None, database=None)
+"""Few examples, and the same ones in every run."""
+
 
 def op(*args: Any, **kwargs: Any) -> Any:
     """The fused-A GEMM, looked up at call time."""
@@ -30,6 +38,16 @@ def op(*args: Any, **kwargs: Any) -> Any:
 def transposed_op(mat_a: Any, mat_b: Any, output: Any, enable_pdl: Any = False) -> None:
     """The public signature by name."""
     k3cupy.dsv3_fused_a_gemm(output, mat_a, mat_b, enable_pdl)
+
+
+@contextmanager
+def fresh_plans(folder: Path) -> Iterator[None]:
+    """Calls inside make plans of their own: the kernels come from a copy that nobody else has."""
+    tree = copy_of_sources(folder)
+    for source in ("fused_a_gemm.cu", "skinny_gemm.cu"):
+        write(tree / source, (tree / source).read_text(encoding="utf-8") + f"// {folder}\n")
+    with k3cupy.source_dir(tree):
+        yield
 
 
 def normal(
@@ -149,7 +167,7 @@ class Gemm:
 
     The two agree on the names of arguments, not on their order: tests of both name all that
     follows x and weight. `tokens` are some numbers of rows, the most at the end; `odd_tokens`
-    fill no tile.
+    fill no tile. `flags` are those of a call, `template_flags` those of an instance.
     """
 
     name: str
@@ -158,6 +176,7 @@ class Gemm:
     k_multiple: int
     dtypes: tuple[torch.dtype, ...]
     flags: tuple[str, ...]
+    template_flags: tuple[str, ...]
 
     @property
     def max_tokens(self) -> int:
@@ -172,6 +191,21 @@ class Gemm:
     def run_and_check(self, x: Any, weight: Any, **options: Any) -> torch.Tensor:
         return run_and_check(x, weight, operation=self, **options)
 
+    def explain_on_a_gpu(self, x: Any, weight: Any, **options: Any) -> Any:
+        """What a GPU runs for these tensors; an H200, where they are on the CPU."""
+        if x.is_cuda:
+            return self.explain(x, weight, **options)
+        with pytest.MonkeyPatch.context() as patch:
+            FakeDevice(patch)
+            return self.explain(x, weight, **options)
+
+    def flags_of(self, name_expression: str) -> dict[str, bool]:
+        """The flags among the template arguments of an instance, by name."""
+        names = self.template_flags
+        values = name_expression.removesuffix(">").split(", ")[-len(names) :]
+        words = {"true": True, "false": False}
+        return {name: words[value] for name, value in zip(names, values, strict=True)}
+
 
 FUSED_A = Gemm(
     "fused_a_gemm",
@@ -180,6 +214,7 @@ FUSED_A = Gemm(
     k_multiple=16,
     dtypes=(BF16,),
     flags=("pdl", "weight_is_static", "batch_invariant"),
+    template_flags=("packed", "aligned_x", "weight_is_static", "has_residual"),
 )
 SKINNY = Gemm(
     "skinny_gemm",
@@ -188,6 +223,7 @@ SKINNY = Gemm(
     k_multiple=8,
     dtypes=(BF16, FP16),
     flags=("pdl", "weight_is_static"),
+    template_flags=("aligned_x", "has_residual", "weight_is_static"),
 )
 GEMMS = {gemm.name: gemm for gemm in (FUSED_A, SKINNY)}
 GEMMS_AND_DTYPES = [
@@ -203,6 +239,19 @@ def gemms_and_tokens(fused_a: Iterable[int], skinny: Iterable[int]) -> list[Any]
         pytest.param(gemm, tokens, id=f"{gemm.name}-{tokens}")
         for gemm, numbers in ((FUSED_A, fused_a), (SKINNY, skinny))
         for tokens in numbers
+    ]
+
+
+def devices_and_tokens(fused_a: Iterable[int], skinny: Iterable[int]) -> list[Any]:
+    """The same on each device, all of them on a GPU.
+
+    On the CPU the first and the last: its reference takes every number of tokens alike.
+    """
+    return [
+        pytest.param(device, gemm, tokens, id=f"{device}-{gemm.name}-{tokens}", marks=marks)
+        for device, marks in (("cpu", ()), ("cuda", pytest.mark.gpu))
+        for gemm, numbers in ((FUSED_A, tuple(fused_a)), (SKINNY, tuple(skinny)))
+        for tokens in (numbers if device == "cuda" else dict.fromkeys((numbers[0], numbers[-1])))
     ]
 
 
