@@ -18,7 +18,7 @@ import torch
 from click.testing import CliRunner
 
 import k3cupy
-from k3cupy.dispatch import linear
+from k3cupy.ops import linear
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 OPERATION = "fused_mla_decode_q_concat_kv_cache_insert"

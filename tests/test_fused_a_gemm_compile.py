@@ -23,8 +23,8 @@ from toolchain_helpers import (
 )
 
 from k3cupy import projections
-from k3cupy.ops.fused_a_gemm_choice import choose, shipped_configs
-from k3cupy.ops.fused_a_gemm_config import SOURCE, FusedAGemmConfig, FusedAGemmVariant
+from k3cupy.choose.fused_a_gemm import choose, shipped_configs
+from k3cupy.kernels.fused_a_gemm import SOURCE, FusedAGemmConfig, FusedAGemmVariant
 from k3cupy.ops.gemm_tables import TOKENS
 from k3cupy.runtime import sources
 from k3cupy.runtime.devices import DeviceInfo

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 import k3cupy
 from k3cupy import projections
-from k3cupy.ops.fused_a_gemm_choice import choose
+from k3cupy.choose.fused_a_gemm import choose
 from k3cupy.runtime import devices
 from k3cupy.runtime.devices import DeviceInfo
 

@@ -23,7 +23,7 @@ from toolchain_helpers import (
     write,
 )
 
-from k3cupy.ops.mla_decode_config import CANDIDATES, SOURCE, MlaDecodeConfig, MlaDecodeVariant
+from k3cupy.kernels.mla_decode import CANDIDATES, SOURCE, MlaDecodeConfig, MlaDecodeVariant
 from k3cupy.runtime import sources
 from k3cupy.runtime.errors import CompileError
 from k3cupy.runtime.offline import ARCHITECTURES, Cubin, compile_cubin

@@ -22,7 +22,7 @@ from toolchain_helpers import (
 
 import k3cupy
 from k3cupy.ops import mla_prefill_arguments
-from k3cupy.ops.mla_prefill_config import (
+from k3cupy.kernels.mla_prefill import (
     CANDIDATES,
     INSERTS,
     KEY_CONCAT,

@@ -29,7 +29,7 @@ from prefill_helpers import (
 )
 
 import k3cupy
-from k3cupy.ops.mla_prefill_config import CANDIDATES
+from k3cupy.kernels.mla_prefill import CANDIDATES
 
 pytestmark = pytest.mark.gpu
 

@@ -19,8 +19,8 @@ from toolchain_helpers import (
 )
 
 from k3cupy import projections
-from k3cupy.ops.skinny_gemm_choice import candidates
-from k3cupy.ops.skinny_gemm_config import SOURCE, SkinnyGemmConfig, SkinnyGemmVariant
+from k3cupy.choose.skinny_gemm import candidates
+from k3cupy.kernels.skinny_gemm import SOURCE, SkinnyGemmConfig, SkinnyGemmVariant
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import CompileError
 from k3cupy.runtime.offline import ARCHITECTURES, compile_cubin

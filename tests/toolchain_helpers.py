@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 import pytest
 from fake_device import H200
 
-from k3cupy.ops.mla_decode_config import (
+from k3cupy.kernels.mla_decode import (
     DEFAULTS,
     MlaDecodeConfig,
     MlaDecodeVariant,
