@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from k3cupy.accept import checks
-from k3cupy.call.arguments import Arguments, Values
-from k3cupy.call.problem import Output, Problem
+from k3cupy.call.arguments import Arguments, Output, Problem, Values
 from k3cupy.constants import CTYPES
 from k3cupy.kernels import fused_a_gemm, skinny_gemm
 from k3cupy.kernels.fused_a_gemm import FusedAGemmConfig

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from k3cupy.accept import checks
-from k3cupy.call.problem import Problem
+from k3cupy.call.arguments import Problem
 from k3cupy.constants import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from k3cupy.runtime import streams, tensors
 from k3cupy.runtime.errors import CaptureError, reject

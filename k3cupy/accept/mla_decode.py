@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from k3cupy.accept import checks, mla
-from k3cupy.call.arguments import Arguments, Values
-from k3cupy.call.problem import Output
+from k3cupy.call.arguments import Arguments, Output, Values
 from k3cupy.constants import DS_MLA_ROW_BYTES, KV_LORA_RANK, LATENT_DIM, QK_ROPE_HEAD_DIM
 from k3cupy.kernels.mla_decode import Variant
 from k3cupy.runtime.errors import reject

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from k3cupy.accept import checks, mla
-from k3cupy.call.arguments import Arguments, Values
-from k3cupy.call.problem import Output
+from k3cupy.call.arguments import Arguments, Output, Values
 from k3cupy.constants import (
     DS_MLA_ROW_BYTES,
     LATENT_DIM,
@@ -181,7 +180,7 @@ def _check_types(signature: Signature, values: Values, views: mla.Views, dtype: 
         checks.check_dtype("slot_mapping", views["slot_mapping"], mla.INDEX_TYPES)
         mla.check_rope_types(views)
     for name in arguments.scales:
-        if values[arguments.index(name)] is None:
+        if values[arguments.places[name]] is None:
             reject(name, "a scale", "None", "Pass 1.0 for an unscaled cast", TypeError)
         if name in views:
             checks.check_scale_tensor(name, views[name])

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from k3cupy.call.choice import LINEAR, PUBLIC, RULE, Choice
-from k3cupy.call.stamp import tables as tables_state
+from k3cupy.call.plans import tables as tables_state
 from k3cupy.choose import fused_a_gemm as fused_a_model
 from k3cupy.choose import skinny_gemm as skinny_model
 from k3cupy.choose.table import GEMM, Entry, Table, tables_of, why_unknown

@@ -23,7 +23,7 @@ from importlib import resources
 from typing import Any
 
 from k3cupy.call.choice import LINEAR, PUBLIC, SHIPPED, USER
-from k3cupy.call.stamp import tables as tables_state
+from k3cupy.call.plans import tables as tables_state
 from k3cupy.kernels import fused_a_gemm, mla_decode, mla_prefill, skinny_gemm
 from k3cupy.runtime import sources
 from k3cupy.runtime.devices import DeviceInfo
