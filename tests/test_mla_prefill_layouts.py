@@ -11,12 +11,12 @@ import torch
 from helpers import BF16, E4M3, FP16, Guarded, guarded, random_values
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prefill_helpers import (
+from mla_helpers import (
     INPUTS,
     INSERTS,
     KINDS,
     QK,
-    PrefillCall,
+    MlaCall,
     as_halves,
     make_prefill,
     run_and_check,
@@ -28,7 +28,7 @@ EACH_INPUT = [(kind, name) for kind in KINDS for name in INPUTS[kind]]
 each_input = pytest.mark.parametrize(("kind", "name"), EACH_INPUT, ids=map("-".join, EACH_INPUT))
 
 
-def laid_out(call: PrefillCall, name: str, strides: Any = None, shift: int = 0) -> PrefillCall:
+def laid_out(call: MlaCall, name: str, strides: Any = None, shift: int = 0) -> MlaCall:
     """The same call with one input elsewhere, NaN (around q: a pattern) in its gaps."""
     values = call.args[name].cpu()
     if name not in call.boxes:
@@ -38,7 +38,7 @@ def laid_out(call: PrefillCall, name: str, strides: Any = None, shift: int = 0) 
     return call.boxed(**{name: box})
 
 
-def rows_apart(call: PrefillCall, name: str, stride: int, shift: int = 0) -> PrefillCall:
+def rows_apart(call: MlaCall, name: str, stride: int, shift: int = 0) -> MlaCall:
     tensor = call.args[name]
     strides = (stride, 1) if tensor.ndim == 2 else (stride * tensor.shape[1], stride, 1)
     return laid_out(call, name, strides, shift)

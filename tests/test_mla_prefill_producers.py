@@ -12,12 +12,12 @@ import pytest
 import torch
 from array_helpers import cupy_of, jax_of, numpy_of, torch_of, wrapped
 from helpers import BF16, E4M3, FP16, OldProducer, Producer, run_child
-from prefill_helpers import (
+from mla_helpers import (
     INPUTS,
     INSERTS,
     KINDS,
     OUTPUTS,
-    PrefillCall,
+    MlaCall,
     as_list,
     as_out,
     make_prefill,
@@ -27,13 +27,13 @@ from prefill_helpers import (
 )
 
 
-def base(kind: str, device: str = "cpu", **options: Any) -> PrefillCall:
+def base(kind: str, device: str = "cpu", **options: Any) -> MlaCall:
     return make_prefill(
         kind, 9, 3, rope=kind in INSERTS, scale_tensors=True, device=device, **options
     )
 
 
-def as_torch(call: PrefillCall, result: Any) -> Any:
+def as_torch(call: MlaCall, result: Any) -> Any:
     """Outputs of any CPU framework as tensors."""
     pairs = zip(as_list(result), OUTPUTS[call.kind], strict=True)
     return as_out([torch_of(array, call.output_dtype(name)) for array, name in pairs])
