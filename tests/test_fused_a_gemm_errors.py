@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 import k3cupy
 from k3cupy import projections
-from k3cupy.choose.fused_a_gemm import choose
+from k3cupy.choose.gemm import choose
 from k3cupy.runtime import devices
 from k3cupy.runtime.devices import DeviceInfo
 
@@ -132,7 +132,8 @@ def test_case04_every_choice_fits_the_gpu(
     batch_invariant: bool,
 ) -> None:
     gpu = DeviceInfo(0, "a GPU", capability, 100, limit)
-    config, reason = choose(*shape, tokens, gpu, batch_invariant=batch_invariant)
+    choice = choose(("fused_a",), *shape, tokens, gpu, batch_invariant=batch_invariant)
+    config, reason = choice.config, choice.reason
     assert config.is_valid(gpu)
     assert config.tile_m >= tokens
     assert reason
@@ -142,7 +143,7 @@ def test_case04_every_choice_fits_the_gpu(
 def test_batch_invariant_choices_sum_in_one_order(limit: int) -> None:
     gpu = replace(H200, shared_memory_optin=limit)
     for n, k in SHAPES:
-        orders = {choose(n, k, tokens, gpu, batch_invariant=True)[0].order for tokens in EDGES}
+        orders = {choose(("fused_a",), n, k, tokens, gpu, batch_invariant=True).config.order for tokens in EDGES}
         assert len(orders) == 1, f"{n} x {k}: {orders}"
 
 
