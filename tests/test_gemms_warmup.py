@@ -11,8 +11,9 @@ from helpers import refused
 from toolchain_helpers import FakeGpu, fake_h200
 
 import k3cupy
+from k3cupy.kernels import fused_a_gemm, skinny_gemm
 from k3cupy import projections
-from k3cupy.ops import fused_a_gemm_choice, skinny_gemm_choice
+from k3cupy.choose.gemm import choose
 
 __all__ = ["fake_h200"]
 
@@ -42,11 +43,11 @@ def kernels_of_the_model(gemm: Gemm, tokens: int) -> set[str]:
     names = set()
     for p in projections.shapes():
         if gemm is SKINNY:
-            skinny, _ = skinny_gemm_choice.choose(p.n, p.k, tokens, H200)
-            names.add(skinny.name_expression(k3cupy.SkinnyGemmVariant()))
+            skinny = choose(("skinny",), p.n, p.k, tokens, H200).config
+            names.add(skinny.name_expression(skinny_gemm.Variant()))
         else:
-            fused, _ = fused_a_gemm_choice.choose(p.n, p.k, tokens, H200)
-            names.add(fused.name_expression(k3cupy.FusedAGemmVariant()))
+            fused = choose(("fused_a",), p.n, p.k, tokens, H200).config
+            names.add(fused.name_expression(fused_a_gemm.Variant()))
     return names
 
 
@@ -63,7 +64,7 @@ def test_arguments(fake_h200: FakeGpu, gemm: Gemm) -> None:
     for name, value, found in (*WRONG_FOR_BOTH, ("tokens", most + 1, str(most + 1))):
         arguments = {"op": gemm.name, name: value, "progress": False}
         text = refused(arguments, name, f"^{found}$", operation=k3cupy.warmup)
-        assert (f"nothing with op='{gemm.name}'" in text) == (name in NOT_THEIRS)
+        assert (f"config with op='{gemm.name}'" in text) == (name in NOT_THEIRS)
     assert fake_h200.compiled == []
 
 
@@ -74,7 +75,7 @@ def test_other_configurations_belong_to_other_operations(fake_h200: FakeGpu) -> 
         ("skinny_gemm", FUSED_A_CONFIG, "SkinnyGemmConfig"),
         ("skinny_gemm", 3, "SkinnyGemmConfig"),
         ("mla_prefill", SKINNY_CONFIG, "MlaPrefillConfig"),
-        ("mla_decode", SKINNY_CONFIG, "nothing with op='mla_decode'"),
+        ("mla_decode", SKINNY_CONFIG, "MlaDecodeConfig"),
     ]
     for op, config, expected in wrong:
         arguments = {"op": op, "config": config, "progress": False}
