@@ -18,6 +18,7 @@ import torch
 import k3cupy
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, oracle.E4M3
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CACHE_KINDS = ("same", "fp8", "uint8", "ds_mla")
 NAN_BYTE = 0xFF
 GUARD_BYTES = 256
