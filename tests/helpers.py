@@ -320,13 +320,6 @@ def run_and_check(call: Call, **extra: Any) -> Any:
     return mqa_q
 
 
-def poisoned_out(call: Call, *, shift: int = 0) -> Guarded:
-    """An `out=` buffer of the right type, filled with a pattern, inside guard bands."""
-    dtype = E4M3 if call.options.get("q_scale_inv") is not None else call.ql_nope.dtype
-    shape = (call.tokens, call.ql_nope.shape[1], oracle.ROW)
-    return Guarded(shape, dtype, call.cache.device, shift=shift)
-
-
 def check_guards(box: Guarded, before: torch.Tensor) -> None:
     """Every byte outside the tensor is as it was in the snapshot `before`."""
     want = before.clone()
