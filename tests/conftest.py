@@ -8,6 +8,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+# Before anything counts the cores: workers that share them spin for longer than they compute.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Before anything imports distutils, which it replaces: PyTorch's compiler needs the new one.
 with contextlib.suppress(ImportError):
     import setuptools  # noqa: F401
