@@ -13,7 +13,6 @@ import pytest
 import torch
 from fake_device import FakeDevice
 from helpers import BF16, FP16, Guarded, check_guards, guarded
-from hypothesis import settings
 from toolchain_helpers import copy_of_sources, write
 
 import k3cupy
@@ -25,9 +24,6 @@ _ENOUGH_COLUMNS = 200
 """From here on the error of a row is an average: rounding alone gives 0.43 of its bound."""
 
 _ROWS_AT_ONCE = 8192
-
-EXAMPLES = settings(max_examples=40, derandomize=True, deadline=None, database=None)
-"""Few examples, and the same ones in every run."""
 
 
 def op(*args: Any, **kwargs: Any) -> Any:

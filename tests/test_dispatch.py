@@ -11,7 +11,6 @@ import pytest
 import torch
 from dispatch_helpers import ADDRESS, K, N, decided, says, view
 from fake_device import H200
-from gemm_helpers import EXAMPLES
 from gemm_table_helpers import measured, second, user_cache
 from helpers import refused
 from hypothesis import given, settings
@@ -348,7 +347,7 @@ SMALL = replace(H200, shared_memory_optin=101_376)
     st.integers(1, 64),
     st.sampled_from([SMALL, H100, A100, B300]),
 )
-@settings(EXAMPLES, max_examples=600)
+@settings(max_examples=600)
 def test_every_other_plan_can_run(
     p: projections.Projection, num_tokens: int, gpu: DeviceInfo
 ) -> None:

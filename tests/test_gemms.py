@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from gemm_helpers import (
-    EXAMPLES,
     GEMMS,
     GEMMS_AND_DTYPES,
     TOKENS,
@@ -43,7 +42,7 @@ POISONS = (float("nan"), float("inf"), -float("inf"))
 
 
 @given(st.sampled_from(list(GEMMS.values())), st.data())
-@settings(EXAMPLES, max_examples=150)
+@settings(max_examples=150)
 def test_any_shape_and_any_layout(gemm: Gemm, data: st.DataObject) -> None:
     """On the CPU; on a GPU the grids below and beside, each of whose points is a kernel."""
     tokens = data.draw(st.integers(1, gemm.max_tokens))

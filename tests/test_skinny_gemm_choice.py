@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 from fake_device import H200
-from gemm_helpers import EXAMPLES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +26,7 @@ GPUS = [
 
 
 @given(st.sampled_from(SHAPES + ODD), st.integers(1, 8), st.sampled_from(GPUS))
-@settings(EXAMPLES, max_examples=300)
+@settings(max_examples=300)
 def test_every_choice_is_valid_and_for_these_rows(
     shape: tuple[int, int], tokens: int, gpu: DeviceInfo
 ) -> None:
