@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from fake_device import H200, FakeDevice
+from gemm_helpers import taken_for, unread
 
 import k3cupy
 from k3cupy.dispatch import linear
@@ -55,6 +56,22 @@ def decided(
     if residual is not None:
         views["residual"] = residual
     return decide(views, grad_mode=grad_mode, batch_invariant=batch_invariant, device=device)
+
+
+def planned(
+    n: int,
+    k: int,
+    num_tokens: int,
+    gpu: DeviceInfo = H200,
+    *,
+    has_residual: bool = False,
+    batch_invariant: bool = False,
+) -> LinearDecision:
+    """What a call with packed tensors does on a GPU."""
+    x, weight = unread(num_tokens, k), unread(n, k)
+    residual = unread(num_tokens, n) if has_residual else None
+    with taken_for(gpu):
+        return k3cupy.explain_low_latency_gemm(x, weight, residual, batch_invariant=batch_invariant)
 
 
 def says(reason: str, blamed: str, found: str) -> bool:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from dispatch_helpers import ADDRESS, K, N, decided, says, view
+from dispatch_helpers import ADDRESS, K, N, decided, planned, says, view
 from fake_device import H200
+from gemm_helpers import FUSED_A
 from gemm_table_helpers import measured, second, user_cache
 from helpers import refused
 from hypothesis import given, settings
@@ -19,10 +20,9 @@ from toolchain_helpers import fake_gpu
 
 import k3cupy
 from k3cupy import projections
-from k3cupy.dispatch import backends, plans
+from k3cupy.dispatch import backends
 from k3cupy.dispatch.decision import LinearDecision
 from k3cupy.ops import gemm_tables
-from k3cupy.ops.fused_a_gemm_choice import choose
 from k3cupy.ops.gemm_tables import TOKENS
 from k3cupy.runtime import devices
 from k3cupy.runtime.devices import DeviceInfo
@@ -32,6 +32,8 @@ H100 = DeviceInfo(0, "NVIDIA H100 80GB HBM3", (9, 0), 132, 232_448)
 A100 = DeviceInfo(0, "NVIDIA A100-SXM4-80GB", (8, 0), 108, 166_912)
 B300 = DeviceInfo(0, "NVIDIA B300", (10, 3), 148, 232_448)
 T4 = DeviceInfo(0, "Tesla T4", (7, 5), 40, 65_536)
+
+NOT_INVARIANT = "; so batch invariance does not hold for this call"
 
 FOUNDING = [
     pytest.param(case, tokens, id=f"{case.name}-{tokens}")
@@ -214,7 +216,7 @@ def test_every_declined_call_without_batch_invariance_says_so() -> None:
             continue
         reason = decided(**arguments).reason
         nothing = 0 in arguments.get("x", view(4, K)).shape
-        lost = "" if nothing else plans.NOT_INVARIANT
+        lost = "" if nothing else NOT_INVARIANT
         assert found.reason == reason + lost, name
 
 
@@ -228,7 +230,7 @@ def test_measured_to_be_slower() -> None:
     )
     assert entry.chosen is None
     times = f"{entry.linear_us:.2f} against {min(entry.times['fused_a'].values()):.2f} us"
-    found = plans.plan(7168, 3584, 60, H200)
+    found = planned(7168, 3584, 60, H200)
     assert found.is_fallback
     assert found.source == "shipped"
     assert found.reason == f"F.linear was faster on NVIDIA H200 at M = 64 ({times})"
@@ -240,7 +242,7 @@ def test_measured_to_be_slower() -> None:
 def test_a_measured_plan_says_its_times() -> None:
     entry = gemm_tables.entry(N, K, 4, H200)
     assert entry is not None and entry.chosen is not None
-    found = plans.plan(N, K, 4, H200)
+    found = planned(N, K, 4, H200)
     assert (found.backend, found.config) == ("fused_a", entry.chosen.config)
     assert found.reason == (
         f"measured on NVIDIA H200 at M = {entry.tokens}: {entry.chosen_us:.2f} us, F.linear "
@@ -252,8 +254,8 @@ def test_a_plan_without_the_residual_stands_in() -> None:
     """Where the residual was not measured, the reason says so."""
     entry = gemm_tables.entry(3072, K, 16, H200, residual=True)
     assert entry is not None and not entry.residual
-    found = plans.plan(3072, K, 16, H200, has_residual=True)
-    assert found.config == plans.plan(3072, K, 16, H200).config
+    found = planned(3072, K, 16, H200, has_residual=True)
+    assert found.config == planned(3072, K, 16, H200).config
     assert f"M = {entry.tokens}, without the residual: " in found.reason
 
 
@@ -265,30 +267,30 @@ def test_the_user_cache_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         measured(4, residual=True, fused_us=3.0),
     )
     with user_cache(tmp_path, monkeypatch, *entries):
-        exact = plans.plan(N, K, 3, H200)
+        exact = planned(N, K, 3, H200)
         assert (exact.backend, exact.source) == ("skinny", "user cache")
         assert exact.config == second(3, "skinny")
         assert exact.reason == "measured on NVIDIA H200 at M = 3: 4.00 us, F.linear 9.00 us"
-        next_one = plans.plan(N, K, 5, H200)
+        next_one = planned(N, K, 5, H200)
         assert next_one.config == replace(second(8, "skinny"), num_rows=5)
-        lost = plans.plan(N, K, 10, H200)
+        lost = planned(N, K, 10, H200)
         assert (lost.backend, lost.source) == ("linear", "user cache")
         assert lost.reason == "F.linear was faster on NVIDIA H200 at M = 16 (9.00 against 9.50 us)"
-        residual = plans.plan(N, K, 4, H200, has_residual=True)
+        residual = planned(N, K, 4, H200, has_residual=True)
         assert (residual.backend, residual.config) == ("fused_a", second(4))
         assert "without the residual" not in residual.reason
 
 
 def test_public_figures_are_marked() -> None:
-    skinny = plans.plan(3072, 7168, 3, B300)
+    skinny = planned(3072, 7168, 3, B300)
     assert (skinny.backend, skinny.source) == ("skinny", "public")
     assert skinny.reason == "public figures for sm_103, not measured by us, name skinny at M = 3"
-    fused = plans.plan(N, K, 4, B300)
+    fused = planned(N, K, 4, B300)
     assert (fused.backend, fused.source) == ("fused_a", "public")
-    assert fused.config == choose(N, K, 4, B300)[0]
+    assert fused.config == FUSED_A.chosen((N, K), 4, B300).config
     assert "not measured by us" in fused.reason
     assert "cost model" in fused.reason
-    none = plans.plan(N, K, 40, B300)
+    none = planned(N, K, 40, B300)
     assert (none.backend, none.source) == ("linear", "public")
     assert none.reason == (
         "public figures for sm_103, not measured by us, name no kernel for 2112 x 7168 at M = 40"
@@ -308,7 +310,7 @@ HEURISTICS = [
 @pytest.mark.parametrize(("gpu", "n", "k", "wanted"), HEURISTICS)
 def test_the_rule_of_thumb(gpu: DeviceInfo, n: int, k: int, wanted: dict[int, str]) -> None:
     for num_tokens, backend in wanted.items():
-        found = plans.plan(n, k, num_tokens, gpu)
+        found = planned(n, k, num_tokens, gpu)
         assert (found.backend, found.source) == (backend, "heuristic"), num_tokens
         assert "not measured here" in found.reason
         assert "tune" in found.reason
@@ -316,14 +318,14 @@ def test_the_rule_of_thumb(gpu: DeviceInfo, n: int, k: int, wanted: dict[int, st
 
 
 def test_another_gpu_of_the_architecture_is_told_apart() -> None:
-    reason = plans.plan(N, K, 1, H100).reason
+    reason = planned(N, K, 1, H100).reason
     assert "NVIDIA H100 80GB HBM3 has no measured table" in reason
     assert "that of NVIDIA H200 does not hold for it" in reason
 
 
 def can_run(p: projections.Projection, num_tokens: int, gpu: DeviceInfo) -> None:
     """What a plan names is valid on the GPU, for that very number of tokens."""
-    found = plans.plan(p.n, p.k, num_tokens, gpu)
+    found = planned(p.n, p.k, num_tokens, gpu)
     if found.backend == "fused_a":
         assert found.config.tile_m >= num_tokens
         assert found.config.is_valid(gpu)
@@ -358,7 +360,7 @@ def test_every_other_plan_can_run(
 def test_batch_invariance_is_always_fused_a_of_one_order(gpu: DeviceInfo) -> None:
     for p in projections.shapes()[:6]:
         found = [
-            plans.plan(p.n, p.k, m, gpu, has_residual=m % 2 == 0, batch_invariant=True)
+            planned(p.n, p.k, m, gpu, has_residual=m % 2 == 0, batch_invariant=True)
             for m in (1, 2, 8, 16, 17, 33, 64, 65, 300)
         ]
         assert {decision.backend for decision in found} == {"fused_a"}
@@ -368,8 +370,8 @@ def test_batch_invariance_is_always_fused_a_of_one_order(gpu: DeviceInfo) -> Non
 
 
 def test_batch_invariance_needs_k_of_16() -> None:
-    found = plans.plan(64, 24, 4, H200, batch_invariant=True)
-    assert found.reason == "K = 24 is not a multiple of 16" + plans.NOT_INVARIANT
+    found = planned(64, 24, 4, H200, batch_invariant=True)
+    assert found.reason == "K = 24 is not a multiple of 16" + NOT_INVARIANT
 
 
 def test_backends_have_names() -> None:

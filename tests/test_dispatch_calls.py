@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from array_helpers import jax_of, numpy_of, torch_of
-from dispatch_helpers import DispatchDevice, only_row, says
+from dispatch_helpers import DispatchDevice, only_row, planned, says
 from fake_device import H200
 from gemm_helpers import inputs, normal
 from gemm_table_helpers import measured, second, user_cache
@@ -23,7 +23,6 @@ from helpers import BF16, FP16, Producer, refused
 
 import k3cupy
 from k3cupy.dispatch import backends, linear
-from k3cupy.dispatch.plans import plan
 from k3cupy.runtime import devices, instances
 
 pytestmark = pytest.mark.usefixtures("fresh_counts")
@@ -140,7 +139,7 @@ def test_tensors_without_memory() -> None:
 
 def test_a_call_reaches_the_kernel_of_the_plan(gpu: DispatchDevice) -> None:
     x, weight = inputs(16, N, K)
-    wanted = plan(N, K, 16, H200)
+    wanted = planned(N, K, 16)
     assert k3cupy.explain_low_latency_gemm(x, weight) == wanted
     assert wanted.backend == "fused_a"
     assert len(k3cupy.dispatch_report()) == 0, "explaining counts nothing"
@@ -171,7 +170,7 @@ def test_promises_residual_and_layout_reach_the_instance(gpu: DispatchDevice) ->
     x, weight = inputs(16, N, K, strides=(6288, 1))
     k3cupy.low_latency_linear(x, weight, normal((16, N), 3), weight_is_static=True)
     variant = k3cupy.FusedAGemmVariant(False, True, True, True)
-    wanted = plan(N, K, 16, H200, has_residual=True)
+    wanted = planned(N, K, 16, has_residual=True)
     assert gpu.loaded == [wanted.config.name_expression(variant)]
 
 
