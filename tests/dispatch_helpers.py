@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fake_device import H200, FakeDevice
+from gemm_helpers import taken_for, unread
 
 import k3cupy
 from k3cupy import Choice
@@ -60,6 +61,22 @@ def decided(
         return k3cupy.explain_low_latency_gemm(
             x, weight, residual, batch_invariant=batch_invariant
         )
+
+
+def planned(
+    n: int,
+    k: int,
+    num_tokens: int,
+    gpu: DeviceInfo = H200,
+    *,
+    has_residual: bool = False,
+    batch_invariant: bool = False,
+) -> LinearDecision:
+    """What a call with packed tensors does on a GPU."""
+    x, weight = unread(num_tokens, k), unread(n, k)
+    residual = unread(num_tokens, n) if has_residual else None
+    with taken_for(gpu):
+        return k3cupy.explain_low_latency_gemm(x, weight, residual, batch_invariant=batch_invariant)
 
 
 def says(reason: str, blamed: str, found: str) -> bool:

@@ -18,6 +18,7 @@ from helpers import (
     FP16,
     SPLITS,
     Call,
+    exactly,
     guarded,
     make_call,
     op,
@@ -104,19 +105,6 @@ def test_explicit_configurations_give_the_same_bits(kind: str) -> None:
     for config in configs:
         assert k3cupy.explain_mla_decode(**call.arguments(), split=config).config == config
     assert_same_results(call, [{}, *({"split": config} for config in configs)])
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [(0, 100, 1), (0, 144, 3), (1, 128, 1), (2, 256, 1), (3, 100, 1), (3, 4096, 1)],
-    ids=str,
-)
-def test_impossible_configurations_are_refused(fields: tuple[int, int, int]) -> None:
-    call = make_call(4, 2, device="cuda")
-    before = call.cache.snapshot()
-    with pytest.raises((TypeError, ValueError)):
-        call.run(split=k3cupy.MlaDecodeConfig(*fields))
-    oracle.assert_same_bits(call.cache.snapshot(), before, "cache after a refused call")
 
 
 def test_pdl_and_promises_do_not_change_the_bits() -> None:
@@ -322,7 +310,12 @@ def test_the_current_device_stays() -> None:
     before = torch.cuda.current_device()
     call = make_call(4, 2, device="cuda")
     run_and_check(call)
-    refused({**call.arguments(), "k_pe": call.k_pe[:, :63]}, "k_pe", "63", box=call.cache)
+    refused(
+        {**call.arguments(), "k_pe": call.k_pe[:, :63]},
+        "k_pe",
+        exactly("shape [4, 63]"),
+        box=call.cache,
+    )
     assert torch.cuda.current_device() == before
 
 
@@ -335,7 +328,7 @@ def test_case19_tensors_on_a_device_that_is_not_current() -> None:
                 run_and_check(call)
                 assert torch.cuda.current_device() == 0
         wrong = {**calls[0].arguments(), "k_pe": calls[0].k_pe[:, :63]}
-        refused(wrong, "k_pe", "63", box=calls[0].cache)
+        refused(wrong, "k_pe", exactly("shape [9, 63]"), box=calls[0].cache)
         assert torch.cuda.current_device() == 0
 
 
@@ -357,7 +350,7 @@ def test_case19_two_threads_on_two_devices() -> None:
 def test_case19_mixed_devices_are_refused(name: str) -> None:
     call = make_call(9, 3, q_fp8=True, cache="fp8", rope=True, scale_tensors=True, device="cuda:0")
     arguments = {**call.arguments(), name: call.arguments()[name].to("cuda:1")}
-    refused(arguments, name, "cuda:1|device 1", box=call.cache)
+    refused(arguments, name, exactly("device cuda:1"), box=call.cache)
 
 
 # The real layer, once, at its real width

@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import pytest
 from fake_device import H200
-from gemm_helpers import EXAMPLES
+from gemm_helpers import SKINNY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import k3cupy
 from k3cupy import projections
-from k3cupy.choose.gemm import choose
 from k3cupy.choose.skinny_gemm import candidates, estimate_us
 from k3cupy.kernels.skinny_gemm import SkinnyGemmConfig, Variant
 from k3cupy.runtime.devices import DeviceInfo
@@ -28,11 +27,11 @@ GPUS = [
 
 
 @given(st.sampled_from(SHAPES + ODD), st.integers(1, 8), st.sampled_from(GPUS))
-@settings(EXAMPLES, max_examples=300)
+@settings(max_examples=300)
 def test_every_choice_is_valid_and_for_these_rows(
     shape: tuple[int, int], tokens: int, gpu: DeviceInfo
 ) -> None:
-    choice = choose(("skinny",), *shape, tokens, gpu)
+    choice = SKINNY.chosen(shape, tokens, gpu)
     assert choice.config.is_valid(gpu)
     assert choice.config.num_rows == tokens
     assert choice.reason
@@ -64,7 +63,7 @@ def test_candidates_differ_and_hold_public_settings() -> None:
 def test_little_work_gets_few_threads() -> None:
     """K = 128 has 16 vectors of 8 values: a second warp would have nothing to do."""
     for tokens in range(1, 9):
-        assert choose(("skinny",), 1536, 128, tokens, H200).config.block_size == 32
+        assert SKINNY.chosen((1536, 128), tokens).config.block_size == 32
 
 
 def test_a_configuration_in_words() -> None:

@@ -7,14 +7,13 @@ import re
 from typing import Any
 
 from click.testing import CliRunner
-from fake_device import H200
+from gemm_helpers import SKINNY
 from helpers import refused
 from toolchain_helpers import FakeGpu, fake_h200
 
 import k3cupy
 from k3cupy.kernels import skinny_gemm
 from k3cupy.cli import main
-from k3cupy.choose.gemm import choose
 
 __all__ = ["fake_h200"]
 
@@ -28,7 +27,7 @@ def warmup(**options: Any) -> int:
 
 
 def names_of(tokens: range | list[int], *variants: skinny_gemm.Variant) -> set[str]:
-    chosen = [choose(("skinny",), *SHAPE, count, H200).config for count in tokens]
+    chosen = [SKINNY.chosen(SHAPE, count).config for count in tokens]
     return {config.name_expression(variant) for config in chosen for variant in variants}
 
 

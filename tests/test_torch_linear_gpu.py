@@ -18,7 +18,7 @@ from stream_helpers import SLEEP_CYCLES, captured
 from torch import nn
 
 import k3cupy
-from k3cupy.dispatch.decision import LINEAR
+from k3cupy.call.choice import LINEAR
 from k3cupy.torch import torch_library
 
 pytestmark = pytest.mark.gpu
