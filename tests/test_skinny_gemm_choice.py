@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import k3cupy
 from k3cupy import projections
 from k3cupy.choose.skinny_gemm import candidates, estimate_us
-from k3cupy.kernels.skinny_gemm import SkinnyGemmConfig, SkinnyGemmVariant
+from k3cupy.kernels.skinny_gemm import SkinnyGemmConfig, Variant
 from k3cupy.runtime.devices import DeviceInfo
 
 SHAPES = [(p.n, p.k) for p in projections.shapes()]
@@ -77,10 +77,10 @@ def test_a_configuration_in_words() -> None:
 def test_the_name_of_an_instance() -> None:
     config = SkinnyGemmConfig(1, 224, 2, 4, 8)
     assert config.blocks_per_sm == 4
-    assert config.name_expression(SkinnyGemmVariant(weight_is_static=True)) == (
+    assert config.name_expression(Variant(weight_is_static=True)) == (
         "k3cupy::skinny_gemm<__nv_bfloat16, 1, 224, 2, 4, 8, 4, true, false, true>"
     )
-    assert config.name_expression(SkinnyGemmVariant("float16", False, True)) == (
+    assert config.name_expression(Variant("float16", False, True)) == (
         "k3cupy::skinny_gemm<__half, 1, 224, 2, 4, 8, 1, false, true, false>"
     )
 
