@@ -86,7 +86,7 @@ for header in ("call", "runs", "why"):
     table.add_column(header)
 for name, tensors in calls.items():
     decision = explain(*tensors)
-    runs = "PyTorch's linear" if decision.is_fallback else decision.backend
+    runs = "PyTorch's linear" if decision.is_fallback else decision.kernel
     table.add_row(name, runs, decision.reason)
 Console().print(table)
 

@@ -22,7 +22,6 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CACHE_KINDS = ("same", "fp8", "uint8", "ds_mla")
 NAN_BYTE = 0xFF
 GUARD_BYTES = 256
-SPLITS = (0, 1, 3)
 
 
 def op(*args: Any, **kwargs: Any) -> Any:

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from dispatch_helpers import ADDRESS, K, N, decided, planned, says, view
+from dispatch_helpers import ADDRESS, K, N, decided, says, view
 from fake_device import H200
-from gemm_helpers import FUSED_A
 from gemm_table_helpers import measured, second, user_cache
 from helpers import refused
 from hypothesis import given, settings
@@ -22,7 +21,7 @@ import k3cupy
 from k3cupy import Choice, projections
 from k3cupy.choose import gemm
 from k3cupy.choose.gemm import ALL, NOT_INVARIANT, TOKENS, choose, problem_of
-from k3cupy.choose.table import Entry, shipped, tables_of
+from k3cupy.choose.table import Entry, tables_of
 from k3cupy.runtime import devices
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.tensors import TensorView
@@ -367,7 +366,7 @@ def test_batch_invariance_needs_k_of_16() -> None:
 
 def test_each_kernel_has_candidates_where_it_can_run() -> None:
     assert gemm.OURS == ("fused_a", "skinny")
-    assert ALL == (*gemm.OURS, "linear")
+    assert (*gemm.OURS, "linear") == ALL
     for kernel in gemm.OURS:
         assert gemm.why_not(kernel, K, 4) is None
         assert gemm.candidates(kernel, N, K, 4, H200)

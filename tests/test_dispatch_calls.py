@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from array_helpers import jax_of, numpy_of, torch_of
-from dispatch_helpers import DispatchDevice, only_row, planned, says
+from dispatch_helpers import DispatchDevice, only_row, says
 from fake_device import H200
 from gemm_helpers import fresh_plans, inputs, normal
 from gemm_table_helpers import measured, second, user_cache

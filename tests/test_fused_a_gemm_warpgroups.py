@@ -12,11 +12,11 @@ from helpers import BF16, guarded, refused
 from stream_helpers import captured
 
 import k3cupy
-from k3cupy.kernels import fused_a_gemm
 from k3cupy import projections
 from k3cupy.accept.gemm import check_fused_a_config
 from k3cupy.choose.fused_a_gemm import candidates
-from k3cupy.choose.gemm import choose
+from k3cupy.choose.gemm import FUSED_A, choose
+from k3cupy.kernels.fused_a_gemm import Variant
 from k3cupy.runtime import devices, instances
 
 BASE = k3cupy.FusedAGemmConfig(64, 64, 128, 4, 4, 1, 4, 1, 2, "warpgroup")
@@ -40,14 +40,14 @@ def test_a_configuration_that_only_sm_90_has(base: k3cupy.FusedAGemmConfig) -> N
     assert check_fused_a_config(base, 64, H200) is base
     for capability in ((8, 0), (8, 9), (10, 0), (10, 3), (12, 0)):
         gpu = replace(H200, compute_capability=capability)
-        told = rf"^config: expected product 'warp' on sm_.*got '{base.product}'"
+        told = rf"^config: expected product 'warp' on sm_.*, got '{base.product}'$"
         with pytest.raises(ValueError, match=told):
             check_fused_a_config(base, 64, gpu)
         assert not any(c.needs_warpgroups for c in candidates(4608, 1536, 64, gpu))
 
 
 def test_which_instances_are_compiled_for_their_own_architecture() -> None:
-    variant = fused_a_gemm.Variant()
+    variant = Variant()
     assert BASE.instance(variant).own_arch
     assert not replace(BASE, product="warp").instance(variant).own_arch
 
@@ -60,8 +60,7 @@ def test_only_a_measurement_names_them(tokens: int) -> None:
     gpu = replace(H200, name="a GPU without a table")
     for n, k in ((4608, 1536), (20480, 7168), (7, 80)):
         for invariant in (False, True):
-            choice = choose(("fused_a",), n, k, tokens, gpu, batch_invariant=invariant)
-            config = choice.config
+            config = choose((FUSED_A,), n, k, tokens, gpu, batch_invariant=invariant).config
             assert not config.needs_warpgroups
             assert not config.block_rows
             assert not config.mapped_x
@@ -255,7 +254,7 @@ def test_in_a_graph_among_dependent_launches(
 @pytest.mark.gpu
 def test_nothing_spills(sm_90: None) -> None:
     for config in (*CONFIGS, *WIDE_TOKENS_CONFIGS):
-        loaded = instances.load(config.instance(fused_a_gemm.Variant()), 0)
+        loaded = instances.load(config.instance(Variant()), 0)
         assert loaded.function.local_size_bytes == 0
         assert loaded.registers * config.block_size <= 65_536
 

@@ -5,25 +5,19 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from toolchain_helpers import variants
+from toolchain_helpers import MAPPINGS, variants
 
-from k3cupy.ops import mla_decode_config
-from k3cupy.ops.measured_table import MeasuredTable
-from k3cupy.kernels.mla_decode import (
-    CANDIDATES,
-    DEFAULTS,
-    MlaDecodeConfig,
-    MlaDecodeVariant,
-    choose,
-    dispatched_configs,
-)
+from k3cupy.choose import cache
+from k3cupy.choose.mla import choose_decode, configs
+from k3cupy.choose.table import Table, measured, shipped
+from k3cupy.kernels.mla_decode import CANDIDATES, UNTUNED, MlaDecodeConfig, Variant
 from k3cupy.runtime.devices import DeviceInfo
 
 KINDS = sorted({variant.kind for variant in variants()})
@@ -31,10 +25,10 @@ KINDS = sorted({variant.kind for variant in variants()})
 # --- Configurations ------------------------------------------------------------------------------
 
 
-def test_candidates_and_defaults_are_valid() -> None:
-    assert all(config.is_valid() for config in (*CANDIDATES, *DEFAULTS.values()))
+def test_candidates_are_valid() -> None:
+    assert all(config.is_valid() for config in (*CANDIDATES, *MAPPINGS))
     assert len(set(CANDIDATES)) == len(CANDIDATES)
-    assert {split: config.split for split, config in DEFAULTS.items()} == {0: 0, 1: 1, 3: 3}
+    assert {config.split for config in CANDIDATES} == {0, 1, 3}
 
 
 @pytest.mark.parametrize(
@@ -75,13 +69,13 @@ def test_blocks_cover_every_row_and_none_is_idle(config: MlaDecodeConfig, rows: 
 
 
 def test_name_expressions_are_unique() -> None:
-    configs = {*CANDIDATES, *DEFAULTS.values()}
-    names = [c.name_expression(v) for c, v in itertools.product(configs, variants())]
+    every = {*CANDIDATES, *MAPPINGS}
+    names = [c.name_expression(v) for c, v in itertools.product(every, variants())]
     assert len(set(names)) == len(names)
 
 
 def test_name_expression_and_words() -> None:
-    variant = MlaDecodeVariant("float16", True, "fp8", True, False, True)
+    variant = Variant("float16", True, "fp8", True, False, True)
     config = MlaDecodeConfig(1, 128, 3)
     assert config.name_expression(variant) == (
         "k3cupy::mla_decode_epilogue<__half, true, k3cupy::CacheFormat::kFp8, true, false, true, "
@@ -95,127 +89,133 @@ def test_name_expression_and_words() -> None:
 def test_variants() -> None:
     assert len(variants()) == 2 * 5 * 8
     assert KINDS == ["16bit+ds_mla", "16bit+fp8", "16bit+same", "fp8+fp8", "fp8+same"]
-    assert not MlaDecodeVariant("bfloat16", query_fp8=True, cache="ds_mla").is_valid()
-    assert not MlaDecodeVariant("float32").is_valid()
-    assert not MlaDecodeVariant("bfloat16", cache="fp4").is_valid()
+    assert not Variant("bfloat16", query_fp8=True, cache="ds_mla").is_valid()
+    assert not Variant("float32").is_valid()
+    assert not Variant("bfloat16", cache="fp4").is_valid()
 
 
 # --- The table and the choice --------------------------------------------------------------------
 
-TABLES = sorted(Path(str(resources.files("k3cupy.ops"))).joinpath("tables").rglob("*.json"))
-TABLE = json.loads(resources.files("k3cupy.ops").joinpath("tables/mla_decode.json").read_text())
-GPUS = list(TABLE["gpus"])
+TABLES = shipped("mla_decode")
+NAMES = [table.header["gpu"] for table in TABLES]
+(TABLE,) = (table for table in TABLES if table.header["gpu"] == "NVIDIA H200")
+H200_SMS = TABLE.header["num_sms"]
 
 
 def gpu(name: str, num_sms: int) -> DeviceInfo:
     return DeviceInfo(0, name, (9, 0), num_sms, 232_448)
 
 
-def entries(name: str, kind: str) -> list[dict[str, Any]]:
-    return [entry for entry in TABLE["gpus"][name]["entries"] if entry["kind"] == kind]
+H200 = gpu("NVIDIA H200", H200_SMS)
 
 
 def test_tables_are_json() -> None:
-    for path in TABLES:
+    folder = Path(str(resources.files("k3cupy.choose"))) / "tables"
+    for path in folder.rglob("*.json"):
         text = path.read_text(encoding="utf-8")
         assert json.loads(text)
         assert text.endswith("}\n")
 
 
-@pytest.mark.parametrize("name", GPUS)
-def test_every_kind_has_entries(name: str) -> None:
-    facts = TABLE["gpus"][name]
-    assert isinstance(facts["num_sms"], int)
-    assert facts["num_sms"] > 0
-    assert sorted({entry["kind"] for entry in facts["entries"]}) == KINDS
+@pytest.mark.parametrize("table", TABLES, ids=NAMES)
+def test_a_table_is_sound(table: Table) -> None:
+    """Every format has entries, every candidate was timed, what is chosen is as fast as any."""
+    assert sorted(table.problems()) == KINDS
     for kind in KINDS:
-        rows = [entry["num_rows"] for entry in entries(name, kind)]
-        assert all(isinstance(n, int) and n > 0 for n in rows)
-        assert len(set(rows)) == len(rows), "one entry for a number of rows"
+        entries = table.entries(kind)
+        assert entries
+        for entry in entries.values():
+            assert entry.kernel == "mla_decode"
+            assert set(entry.times["mla_decode"]) == set(CANDIDATES)
+            assert entry.config in CANDIDATES
+            assert entry.config in configs("mla_decode", kind)
+            assert entry.us is not None
+            assert entry.us <= 1.02 * min(entry.times["mla_decode"].values()), entry.key
 
 
-@pytest.mark.parametrize("name", GPUS)
-def test_every_choice_is_a_candidate(name: str) -> None:
-    for entry in TABLE["gpus"][name]["entries"]:
-        config = MlaDecodeConfig(**entry["chosen"])
-        assert config.is_valid()
-        assert config in CANDIDATES
-        assert config in dispatched_configs(entry["kind"])
-
-
-@pytest.mark.parametrize("name", GPUS)
-def test_a_table_says_where_its_numbers_come_from(name: str) -> None:
-    facts = TABLE["gpus"][name]
-    assert {"driver", "nvrtc", "commit", "packages"} <= set(facts)
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d", facts["date"])
-
-
-@pytest.mark.parametrize("name", GPUS)
-def test_every_choice_is_as_fast_as_any_candidate(name: str) -> None:
-    """By the times that the table itself holds, one for every candidate, within 2 percent."""
-    keys = {f"{c.split}/{c.block_size}/{c.chunks_per_thread}" for c in CANDIDATES}
-    for entry in TABLE["gpus"][name]["entries"]:
-        chosen, times = MlaDecodeConfig(**entry["chosen"]), entry["us"]
-        assert set(times) == keys
-        time = times[f"{chosen.split}/{chosen.block_size}/{chosen.chunks_per_thread}"]
-        assert time <= 1.02 * min(times.values()), (entry["kind"], entry["num_rows"])
+@pytest.mark.parametrize("table", TABLES, ids=NAMES)
+def test_a_table_says_where_its_numbers_come_from(table: Table) -> None:
+    assert {"num_sms", "driver", "nvrtc", "commit", "packages", "unit"} <= set(table.header)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", table.header["date"])
+    assert table.header["num_sms"] > 0
 
 
 def test_choice_for_a_listed_gpu() -> None:
     """At a measured number of rows it is the measured winner."""
-    name = GPUS[0]
-    every = [(variant, entry) for variant in variants() for entry in entries(name, variant.kind)]
-    for variant, entry in every:
-        num_rows = entry["num_rows"]
-        config, reason = choose(variant, num_rows, 0, gpu(name, TABLE["gpus"][name]["num_sms"]))
-        assert config == MlaDecodeConfig(**entry["chosen"])
-        assert reason == f"measured on {name} at {num_rows} rows, here {num_rows}"
+    for variant in filter(lambda v: v.vector, variants()):
+        for entry in TABLE.entries(variant.kind).values():
+            found = choose_decode(variant, entry.size, 0, H200)
+            assert (found.kernel, found.config, found.origin) == (
+                "mla_decode",
+                entry.config,
+                "shipped",
+            )
+            told = f"measured on NVIDIA H200 at {entry.size} rows, here {entry.size}"
+            assert found.reason.partition("; in ")[0] == told
 
 
 def check_nearest(kind: str, rows: float, measured_rows: int) -> None:
-    """No entry of the first listed GPU is nearer, as a ratio, than the one that was taken."""
-    ratio = {
-        entry["num_rows"]: max(entry["num_rows"] / rows, rows / entry["num_rows"])
-        for entry in entries(GPUS[0], kind)
-    }
+    """No entry of the H200 is nearer, as a ratio, than the one that was taken."""
+    ratio = {size: max(size / rows, rows / size) for size in TABLE.entries(kind)}
     assert ratio[measured_rows] == pytest.approx(min(ratio.values()))
 
 
-@given(st.sampled_from(variants()), st.integers(0, 70_000), st.integers(1, 128))
-def test_choice_takes_the_nearest_entry(variant: MlaDecodeVariant, tokens: int, heads: int) -> None:
-    name, rows = GPUS[0], tokens * (heads + 1)
-    config, reason = choose(variant, tokens, heads, gpu(name, TABLE["gpus"][name]["num_sms"]))
-    found = re.fullmatch(rf"measured on {name} at (\d+) rows, here {rows}", reason)
+VECTOR = [variant for variant in variants() if variant.vector]
+
+
+@given(st.sampled_from(VECTOR), st.integers(0, 70_000), st.integers(1, 128))
+def test_choice_takes_the_nearest_entry(variant: Variant, tokens: int, heads: int) -> None:
+    rows = tokens * (heads + 1)
+    choice = choose_decode(variant, tokens, heads, H200)
+    found = re.match(rf"measured on NVIDIA H200 at (\d+) rows, here {rows}(;|$)", choice.reason)
     assert found
     check_nearest(variant.kind, max(rows, 1), int(found[1]))
-    assert config in dispatched_configs(variant.kind)
+    assert choice.config in configs("mla_decode", variant.kind)
 
 
-@given(st.sampled_from(variants()), st.integers(0, 70_000), st.integers(1, 300))
-def test_choice_for_an_unknown_gpu(variant: MlaDecodeVariant, tokens: int, num_sms: int) -> None:
-    """The rows a multiprocessor decide, and the reason says so."""
-    known, known_sms = GPUS[0], TABLE["gpus"][GPUS[0]]["num_sms"]
-    config, reason = choose(variant, tokens, 12, gpu("Some New GPU", num_sms))
+@given(st.sampled_from(VECTOR), st.integers(0, 70_000), st.integers(1, 300))
+def test_choice_for_an_unknown_gpu(variant: Variant, tokens: int, num_sms: int) -> None:
+    """The rows a multiprocessor decide, by rule, and the reason says so."""
+    choice = choose_decode(variant, tokens, 12, gpu("Some New GPU", num_sms))
     rows = tokens * 13
-    found = re.fullmatch(
+    found = re.match(
         rf"Some New GPU has no measured table; {rows} rows on {num_sms} SMs take the choice of "
-        rf"{known} at (\d+) rows \({known_sms} SMs\)",
-        reason,
+        rf"NVIDIA H200 at (\d+) rows \({H200_SMS} SMs\)",
+        choice.reason,
     )
     assert found
-    check_nearest(variant.kind, max(rows * known_sms / num_sms, 1), int(found[1]))
-    assert config in dispatched_configs(variant.kind)
+    assert choice.origin == "rule"
+    check_nearest(variant.kind, max(rows * H200_SMS / num_sms, 1), int(found[1]))
+    assert choice.config in configs("mla_decode", variant.kind)
 
 
-def test_dispatched_configs_follow_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the tests of the machine code see whatever a new table names."""
-    wanted = [MlaDecodeConfig(0, 144, 1), MlaDecodeConfig(0, 288, 1)]
-    found = [
-        {"kind": "16bit+same", "num_rows": n, "chosen": vars(config)}
-        for n, config in enumerate([*wanted, wanted[0]], start=1)
-    ]
-    text = json.dumps({"gpus": {"X": {"num_sms": 8, "entries": found}}})
-    table = MeasuredTable(lambda: text, MlaDecodeConfig)
-    monkeypatch.setattr(mla_decode_config, "TABLE", table)
-    assert dispatched_configs("16bit+same") == tuple(wanted)
-    assert dispatched_configs("fp8+fp8") == ()
+def test_large_batches_are_said_to_go_in_slices() -> None:
+    few, many = (choose_decode(VECTOR[0], tokens, 12, H200).reason for tokens in (4096, 4097))
+    assert "launches" not in few
+    assert many.endswith("; in 2 launches")
+
+
+def test_what_no_table_decides() -> None:
+    named = MlaDecodeConfig(1, 128, 3)
+    assert choose_decode(VECTOR[0], 4, 12, H200, named).config == named
+    slow = choose_decode(replace(VECTOR[0], vector=False), 4, 12, H200)
+    assert (slow.config, slow.origin) == (UNTUNED, "rule")
+    assert "element-wise" in slow.reason
+
+
+def test_what_was_measured_here_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The epilogues have a user cache as the GEMMs do, and a warm-up compiles what it names."""
+    monkeypatch.setenv("K3CUPY_CACHE_DIR", str(tmp_path))
+    slow, fast = MlaDecodeConfig(0, 144, 1), MlaDecodeConfig(0, 72, 4)
+    entry = measured("16bit+same", 52, {"mla_decode": {slow: 2.0, fast: 1.0}})
+    (variant,) = (v for v in VECTOR if v == Variant("bfloat16"))
+    for machine in (H200, gpu("Some New GPU", 20)):
+        assert choose_decode(variant, 4, 12, machine).origin != "user"
+        assert cache.add("mla_decode", [entry], machine) is not None
+        cache.reload()
+        found = choose_decode(variant, 4, 12, machine)
+        assert (found.config, found.origin) == (fast, "user")
+        assert fast in configs("mla_decode", "16bit+same", machine)
+    monkeypatch.undo()
+    cache.reload()
+    assert choose_decode(variant, 4, 12, H200).origin == "shipped"

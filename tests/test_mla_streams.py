@@ -9,7 +9,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from helpers import BF16, E4M3, FP16, SPLITS, random_values, run_child
+from helpers import BF16, E4M3, FP16, random_values, run_child
 from mla_helpers import (
     CONCATS,
     FORMS,
@@ -26,6 +26,7 @@ from mla_helpers import (
     run_and_check,
 )
 from stream_helpers import SLEEP_CYCLES, STREAM_FORMS, captured
+from toolchain_helpers import MAPPINGS
 
 import k3cupy
 
@@ -208,8 +209,8 @@ def test_case15_no_tokens_in_a_graph(form: Form) -> None:
 def test_graph_with_outs(form: Form) -> None:
     call = form.make(16, 3, device="cuda")
     outs = [torch.zeros_like(tensor) for tensor in as_list(call.run())]
-    for split in SPLITS if form.name == "decode" else (None,):
-        extra = {} if split is None else {"split": split}
+    for config in MAPPINGS if form.name == "decode" else (None,):
+        extra = {} if config is None else {"config": config}
         call.run(out=as_out(outs), **extra)
         graph, _ = captured(lambda extra=extra: call.run(out=as_out(outs), **extra))
         before = call.snapshot()
