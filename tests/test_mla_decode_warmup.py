@@ -5,16 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fake_device import H200
 from helpers import refused
 from toolchain_helpers import FakeGpu, fake_gpu
 
 import k3cupy
 from k3cupy.choose.mla import configs
 from k3cupy.kernels.mla_decode import UNTUNED, Variant
+from k3cupy.runtime import devices
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    monkeypatch.setattr(devices, "info", lambda _: H200)
     return fake_gpu(monkeypatch)
 
 
