@@ -51,7 +51,7 @@ def call(cos_sin_cache: torch.Tensor) -> torch.Tensor:
         torch.arange(TOKENS, device=device),
         positions=positions,
         cos_sin_cache=cos_sin_cache,
-        split=CONFIG,
+        config=CONFIG,
     )
     return torch.cat([query, cache[0, :TOKENS, None]], dim=1)
 

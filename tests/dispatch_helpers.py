@@ -71,7 +71,7 @@ def planned(
     *,
     has_residual: bool = False,
     batch_invariant: bool = False,
-) -> LinearDecision:
+) -> Choice:
     """What a call with packed tensors does on a GPU."""
     x, weight = unread(num_tokens, k), unread(n, k)
     residual = unread(num_tokens, n) if has_residual else None

@@ -50,13 +50,6 @@ def test_small_projections(device: str, tokens: int) -> None:
         run_and_check(x, weight, weight_is_static=True)
 
 
-def test_the_residual_stands_before_out(device: str) -> None:
-    x, weight = inputs(3, 48, 128, device)
-    residual, out = residual_of(3, 48, device), torch.zeros(3, 48, dtype=BF16, device=device)
-    assert op(x, weight, residual, out) is out
-    assert_product(out, x, weight, residual)
-
-
 # Special values
 
 

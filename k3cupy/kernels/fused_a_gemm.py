@@ -277,9 +277,12 @@ _MAX_MAPPED_STRIDE = 1 << 39
 
 
 def why_not_mapped(problem: Any, rows: slice) -> str | None:
-    """Return in words why the copy engine cannot fetch some rows of x, or None where it can."""
+    """Return in words why the copy engine cannot fetch some rows of x, or None where it can.
+
+    Empty where rows are read element by element: that has a reason of its own.
+    """
     if problem.slow_reason is not None:
-        return "it is read element by element"
+        return ""
     stride = problem.x.strides[0]
     if rows.stop - rows.start > 1 and not problem.k <= stride < _MAX_MAPPED_STRIDE:
         return f"its rows are {stride} elements apart, not {problem.k} to 2^39"
