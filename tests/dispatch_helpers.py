@@ -58,9 +58,7 @@ def decided(
         patch.setattr(producers, "view", lambda value, _: value)
         patch.setattr(producers, "check", lambda *_: None)
         patch.setattr(devices, "info", lambda _: device)
-        return k3cupy.explain_low_latency_gemm(
-            x, weight, residual, batch_invariant=batch_invariant
-        )
+        return k3cupy.explain_low_latency_gemm(x, weight, residual, batch_invariant=batch_invariant)
 
 
 def planned(

@@ -129,5 +129,3 @@ def test_case15_no_tokens_in_the_public_signature(device: str) -> None:
     weight = normal((48, 128), 0).to(device)
     x, out = (torch.empty(0, width, dtype=BF16, device=device) for width in (128, 48))
     assert transposed_op(x, weight.T, out) is None
-
-

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cuda_signatures import template_arguments
 from toolchain_helpers import (
     OTHERS,
     Instruction,
@@ -307,14 +308,14 @@ def test_the_kernel_and_the_host_agree_on_shared_memory(tmp_path: Path) -> None:
     checks = []
     others = (CONFIG, MAPPED, replace(CONFIG, split_k=8, tile_m=64), *WARPGROUPS)
     for config in (*configs, *others):
-        fields = (config.tile_m, config.tile_n, config.tile_k, config.stages, config.stages_x)
-        fields += (config.warps_k, config.split_k, config.product_rows)
-        layout = ", ".join(map(str, (*fields, str(config.mapped_x).lower())))
-        inbox = 4 * config.tile_m * config.tile_n * (config.split_k > 1)
-        size = f"SharedLayout<{layout}>::kInbox + {inbox}"
-        checks.append(f'static_assert({size} == {config.shared_bytes}, "{config}");')
+        sizes = astuple(config)[:9]
+        product = template_arguments(config.name_expression(Variant()))[1][9]
+        tile = ", ".join([*map(str, sizes), product, str(config.mapped_x).lower()])
+        checks.append(
+            f'static_assert(Tile<{tile}>::kSharedBytes == {config.shared_bytes}, "{config}");'
+        )
     lines = ['#include "fused_a_gemm.cu"', "namespace k3cupy {", *checks, "}"]
     folder = copy_of_sources(tmp_path)
     write(folder / "layout.cu", "\n".join([*lines, "__global__ void nothing() {}", ""]))
     with sources.source_dir(folder):
-        assert compile_cubin("layout.cu", ["nothing"], "sm_90").symbols
+        assert compile_cubin("layout.cu", ["nothing"], "sm_90a").symbols

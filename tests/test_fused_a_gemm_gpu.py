@@ -111,9 +111,7 @@ def _captures_from_cold() -> None:
     graph, _ = captured(lambda: transposed_op(x, weight.T, target, True))
     graph.replay()
     same_bits(target, out)
-    assert instances.is_loaded(
-        static.config.instance(fused_a_gemm.Variant(True, True, True)), 0
-    )
+    assert instances.is_loaded(static.config.instance(fused_a_gemm.Variant(True, True, True)), 0)
 
 
 def test_case18_capture_from_cold_and_after_warmup() -> None:

@@ -79,9 +79,7 @@ def test_a_residual(device: FakeDevice) -> None:
     x, weight = inputs(9, 100, 128)
     residual = torch.zeros(9, 107, dtype=x.dtype)[:, 3:103]
     out = run(x, weight, residual=residual)
-    assert device.loaded == [
-        CONFIG.name_expression(fused_a_gemm.Variant(True, True, True, True))
-    ]
+    assert device.loaded == [CONFIG.name_expression(fused_a_gemm.Variant(True, True, True, True))]
     assert device.loaded[0].endswith("true, true, true, true>")
     ((_, arguments),) = device.launches
     assert arguments[6:-1] == [out.data_ptr(), 100, residual.data_ptr(), 107]

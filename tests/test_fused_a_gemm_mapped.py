@@ -23,7 +23,9 @@ from k3cupy.runtime.tensor_maps import Box
 
 MAPPED = k3cupy.FusedAGemmConfig(16, 32, 128, 4, 3, 4, 1, 1, 2, mapped_x=True)
 COPIED = replace(MAPPED, mapped_x=False)
-SPLIT_WARPGROUPS = k3cupy.FusedAGemmConfig(64, 64, 128, 4, 3, 1, 4, 2, 2, "warpgroup_tokens", mapped_x=True)
+SPLIT_WARPGROUPS = k3cupy.FusedAGemmConfig(
+    64, 64, 128, 4, 3, 1, 4, 2, 2, "warpgroup_tokens", mapped_x=True
+)
 
 
 @pytest.fixture

@@ -54,9 +54,7 @@ def test_warmup_compiles_what_a_call_may_choose(gpu: FakeGpu) -> None:
     assert set(gpu.compiled) == expected
     assert len(gpu.compiled) == len(expected)
     assert k3cupy.warmup(kv_cache="bf16", vector=False, progress=False) == 1
-    assert gpu.compiled[-1] == UNTUNED.name_expression(
-        Variant("bfloat16", vector=False)
-    )
+    assert gpu.compiled[-1] == UNTUNED.name_expression(Variant("bfloat16", vector=False))
 
 
 def test_warmup_shows_its_progress(gpu: FakeGpu, capsys: pytest.CaptureFixture[str]) -> None:

@@ -168,9 +168,9 @@ def test_a_folder_of_links_with_one_edited_file(tree: Path, tmp_path: Path) -> N
     for path in tree.rglob("*.cu*"):
         (links / path.relative_to(tree)).symlink_to(path)
     assert digest_of(links) == digest_of(tree)
-    edited = links / "common/rope.cuh"
+    edited = links / "mla/rope.cuh"
     edited.unlink()
-    write(edited, (tree / "common/rope.cuh").read_text(encoding="utf-8") + "// edited\n")
+    write(edited, (tree / "mla/rope.cuh").read_text(encoding="utf-8") + "// edited\n")
     assert digest_of(links) != digest_of(tree)
 
 
@@ -235,7 +235,7 @@ def test_an_edit_is_seen_at_the_next_call(tree: Path) -> None:
 
 
 def test_a_header_that_goes_and_comes_back(tree: Path) -> None:
-    header = tree / "common/rope.cuh"
+    header = tree / "mla/rope.cuh"
     text = header.read_text(encoding="utf-8")
     with k3cupy.source_dir(tree):
         before = sources.load(SOURCE).digest
