@@ -20,9 +20,9 @@ import tempfile
 from pathlib import Path
 
 import torch
+from k3cupy.ops.mla_decode_config import SOURCE
 
 import k3cupy
-from k3cupy.ops.mla_decode_config import SOURCE
 from k3cupy.runtime import devices, offline, sources
 
 HAS_GPU = torch.cuda.is_available()

@@ -13,8 +13,8 @@ from helpers import refused
 from toolchain_helpers import FakeGpu, fake_h200
 
 import k3cupy
-from k3cupy.kernels import fused_a_gemm
 from k3cupy.cli import main
+from k3cupy.kernels import fused_a_gemm
 
 __all__ = ["fake_h200"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gemm_helpers import assert_product, inputs, product, residual_of, same_bits
+from gemm_helpers import inputs, product, residual_of, same_bits
 from helpers import BF16, FP16
 from skinny_helpers import DTYPES, TOKENS, op, run_and_check
 

@@ -12,8 +12,8 @@ from helpers import refused
 from toolchain_helpers import FakeGpu, fake_h200
 
 import k3cupy
-from k3cupy.kernels import skinny_gemm
 from k3cupy.cli import main
+from k3cupy.kernels import skinny_gemm
 
 __all__ = ["fake_h200"]
 
