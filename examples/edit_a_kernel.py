@@ -107,7 +107,7 @@ def edit(file: str, old: str, new: str) -> None:
 # %% The edit: let RoPE turn the other way. A header counts as much as the .cu file itself.
 SINE = "const float s = angles.sine[i];"
 SINE_BACKWARDS = "const float s = -angles.sine[i];"
-edit("common/rope.cuh", SINE, SINE_BACKWARDS)
+edit("mla/rope.cuh", SINE, SINE_BACKWARDS)
 
 with k3cupy.source_dir(folder):
     print(f"edited:      {describe()}")
@@ -123,7 +123,7 @@ else:
 
 # %% A slip of the pen. The error holds the compiler's log, with the file and the line.
 SINE_MISSPELT = "const float s = -angle.sine[i];"
-edit("common/rope.cuh", SINE_BACKWARDS, SINE_MISSPELT)
+edit("mla/rope.cuh", SINE_BACKWARDS, SINE_MISSPELT)
 
 with k3cupy.source_dir(folder):
     try:
@@ -134,7 +134,7 @@ with k3cupy.source_dir(folder):
         print(f"A slip of the pen gives:\n{error}")
 
 # %% Repaired: the next call works. Outside the `with` block nothing ever changed.
-edit("common/rope.cuh", SINE_MISSPELT, SINE)
+edit("mla/rope.cuh", SINE_MISSPELT, SINE)
 
 with k3cupy.source_dir(folder):
     print(f"repaired:    {describe()}")
