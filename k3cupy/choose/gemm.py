@@ -73,8 +73,8 @@ def choose(
             another order.
         batch_invariant: the bits of a row may not depend on the other rows, nor on their number.
         config: what the caller named, checked; it decides.
-        why_not_mapped: what keeps the copy engine from fetching x, empty where that is told already; None
-            for nothing.
+        why_not_mapped: what keeps the copy engine from fetching x, empty where that is told
+            already; None for nothing.
     """
     if config is not None:
         found = Choice(kernels[0], config, NAMED)
