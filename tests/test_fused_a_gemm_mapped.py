@@ -48,7 +48,9 @@ def test_a_launch(device: FakeDevice) -> None:
     x, weight = inputs(9, 100, 128, strides=(136, 1))
     out = op(x, weight, weight_is_static=True, config=MAPPED)
     (name,) = device.loaded
-    assert name.startswith("k3cupy::fused_a_gemm_mapped_x<16, 32, 128, 4, 3, 4, 1, 1, 2, 16, ")
+    assert name.startswith(
+        "k3cupy::fused_a_gemm_mapped_x<16, 32, 128, 4, 3, 4, 1, 1, 2, k3cupy::Product::kWarp, "
+    )
     assert device.settings["block"] == 32 * (4 + 2 + 1) == MAPPED.block_size
     ((_, arguments),) = device.launches
     w, n, k, x_map, tokens, out_at, out_stride, *residual, rows = arguments

@@ -20,6 +20,7 @@ from fake_device import CudaTensor
 from helpers import BF16
 
 import k3cupy
+from k3cupy.choose import cache
 
 PACKAGE = Path(k3cupy.__file__).parent
 ROOMS = ("call", "accept", "choose", "kernels", "ops", "tuning")
@@ -134,8 +135,11 @@ def held(what: str, frames: Counter[str], most: int, most_modules: int | None = 
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> DispatchDevice:
-    return DispatchDevice(monkeypatch)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[DispatchDevice]:
+    """Plans of before fit no more inside, nor those made inside afterwards."""
+    cache.reload()
+    yield DispatchDevice(monkeypatch)
+    cache.reload()
 
 
 def cuda(*shape: int, dtype: torch.dtype = BF16) -> Any:
