@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -54,6 +55,18 @@ def decided(
     if residual is not None:
         views["residual"] = residual
     return decide(views, grad_mode=grad_mode, batch_invariant=batch_invariant, device=device)
+
+
+def says(reason: str, blamed: str, found: str) -> bool:
+    """Whether a reason to fall back names an argument and what was found.
+
+    A reason in the form of an error, `argument: expected ..., got ...`, is taken at its word; any
+    other has to hold what was found, with the digits of its numbers together.
+    """
+    error = re.match(r"(\w+): expected .*?, got (.*)", reason)
+    if error is not None:
+        return error[1] == blamed and re.search(found, error[2]) is not None
+    return re.search(found, re.sub(r"(?<=\d),(?=\d{3})", "", reason)) is not None
 
 
 class DispatchDevice(FakeDevice):

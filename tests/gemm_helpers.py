@@ -9,7 +9,9 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from fake_device import FakeDevice
 from helpers import BF16, FP16, Guarded, check_guards, guarded
+from hypothesis import settings
 
 import k3cupy
 
@@ -20,6 +22,9 @@ _ENOUGH_COLUMNS = 200
 """From here on the error of a row is an average: rounding alone gives 0.43 of its bound."""
 
 _ROWS_AT_ONCE = 8192
+
+EXAMPLES = settings(max_examples=40, derandomize=True, deadline=None, database=None)
+"""Few examples, and the same ones in every run."""
 
 
 def op(*args: Any, **kwargs: Any) -> Any:
@@ -149,7 +154,7 @@ class Gemm:
 
     The two agree on the names of arguments, not on their order: tests of both name all that
     follows x and weight. `tokens` are some numbers of rows, the most at the end; `odd_tokens`
-    fill no tile.
+    fill no tile. `flags` are those of a call, `template_flags` those of an instance.
     """
 
     name: str
@@ -158,6 +163,7 @@ class Gemm:
     k_multiple: int
     dtypes: tuple[torch.dtype, ...]
     flags: tuple[str, ...]
+    template_flags: tuple[str, ...]
 
     @property
     def max_tokens(self) -> int:
@@ -172,6 +178,21 @@ class Gemm:
     def run_and_check(self, x: Any, weight: Any, **options: Any) -> torch.Tensor:
         return run_and_check(x, weight, operation=self, **options)
 
+    def explain_on_a_gpu(self, x: Any, weight: Any, **options: Any) -> Any:
+        """What a GPU runs for these tensors; an H200, where they are on the CPU."""
+        if x.is_cuda:
+            return self.explain(x, weight, **options)
+        with pytest.MonkeyPatch.context() as patch:
+            FakeDevice(patch)
+            return self.explain(x, weight, **options)
+
+    def flags_of(self, name_expression: str) -> dict[str, bool]:
+        """The flags among the template arguments of an instance, by name."""
+        names = self.template_flags
+        values = name_expression.removesuffix(">").split(", ")[-len(names) :]
+        words = {"true": True, "false": False}
+        return {name: words[value] for name, value in zip(names, values, strict=True)}
+
 
 FUSED_A = Gemm(
     "fused_a_gemm",
@@ -180,6 +201,7 @@ FUSED_A = Gemm(
     k_multiple=16,
     dtypes=(BF16,),
     flags=("pdl", "weight_is_static", "batch_invariant"),
+    template_flags=("packed", "aligned_x", "weight_is_static", "has_residual"),
 )
 SKINNY = Gemm(
     "skinny_gemm",
@@ -188,6 +210,7 @@ SKINNY = Gemm(
     k_multiple=8,
     dtypes=(BF16, FP16),
     flags=("pdl", "weight_is_static"),
+    template_flags=("aligned_x", "has_residual", "weight_is_static"),
 )
 GEMMS = {gemm.name: gemm for gemm in (FUSED_A, SKINNY)}
 GEMMS_AND_DTYPES = [
@@ -203,6 +226,19 @@ def gemms_and_tokens(fused_a: Iterable[int], skinny: Iterable[int]) -> list[Any]
         pytest.param(gemm, tokens, id=f"{gemm.name}-{tokens}")
         for gemm, numbers in ((FUSED_A, fused_a), (SKINNY, skinny))
         for tokens in numbers
+    ]
+
+
+def devices_and_tokens(fused_a: Iterable[int], skinny: Iterable[int]) -> list[Any]:
+    """The same on each device, all of them on a GPU.
+
+    On the CPU the first and the last: its reference takes every number of tokens alike.
+    """
+    return [
+        pytest.param(device, gemm, tokens, id=f"{device}-{gemm.name}-{tokens}", marks=marks)
+        for device, marks in (("cpu", ()), ("cuda", pytest.mark.gpu))
+        for gemm, numbers in ((FUSED_A, tuple(fused_a)), (SKINNY, tuple(skinny)))
+        for tokens in (numbers if device == "cuda" else dict.fromkeys((numbers[0], numbers[-1])))
     ]
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,6 +47,26 @@ def second(tokens: int, backend: str = "fused_a", n: int = N, k: int = K) -> Any
     """The configuration that ``measured`` makes the fastest."""
     make = {"fused_a": candidates, "skinny": skinny_candidates}[backend]
     return make(n, k, tokens, H200)[1]
+
+
+def in_processes(count: int, work: Callable[[int], None]) -> None:
+    """Do work(0), work(1), ... in forked processes at once; for a child that has no threads yet."""
+    children = []
+    for i in range(count):
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                work(i)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(status)
+        children.append(pid)
+    failed = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+    assert failed == [0] * count, failed
 
 
 @contextmanager

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from dispatch_helpers import ADDRESS, K, N, decided, view
+from dispatch_helpers import ADDRESS, K, N, decided, says, view
 from fake_device import H200
+from gemm_helpers import EXAMPLES
 from gemm_table_helpers import measured, second, user_cache
+from helpers import refused
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from toolchain_helpers import fake_gpu
 
 import k3cupy
@@ -19,6 +24,7 @@ from k3cupy.dispatch import backends, plans
 from k3cupy.dispatch.decision import LinearDecision
 from k3cupy.ops import gemm_tables
 from k3cupy.ops.fused_a_gemm_choice import choose
+from k3cupy.ops.gemm_tables import TOKENS
 from k3cupy.runtime import devices
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.tensors import TensorView
@@ -84,153 +90,130 @@ def test_accepted(name: str) -> None:
 # What falls back, and why
 
 
-DECLINED: dict[str, tuple[dict[str, Any], str]] = {
-    "x-1d": ({"x": view(K)}, "x is 1-dimensional, not 2-dimensional"),
-    "x-3d": ({"x": view(2, 2, K)}, "x is 3-dimensional, not 2-dimensional"),
-    "weight-1d": ({"weight": view(K)}, "weight is 1-dimensional, not 2-dimensional"),
-    "columns": ({"weight": view(N, 7184)}, "x has 7,168 columns and the weight 7,184"),
-    "empty-weight": ({"weight": view(0, K)}, "the weight is empty: shape [0, 7168]"),
+DECLINED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "x-1d": ({"x": view(K)}, "x", r"1-dimensional|\[7168\]"),
+    "x-3d": ({"x": view(2, 2, K)}, "x", r"3-dimensional|\[2, 2, 7168\]"),
+    "weight-1d": ({"weight": view(K)}, "weight", r"1-dimensional|\[7168\]"),
+    "columns": ({"weight": view(N, 7184)}, "weight", "7184"),
+    "empty-weight": ({"weight": view(0, K)}, "weight", r"\[0, 7168\]|N = 0"),
     "no-columns": (
         {"x": view(4, 0), "weight": view(N, 0)},
-        "the weight is empty: shape [2112, 0]",
+        "x",
+        r"\[2112, 0\]|K = 0",
     ),
-    "case23-x-fp16": (
-        {"x": view(4, K, dtype="float16")},
-        "x is float16 and the weight bfloat16",
-    ),
-    "case23-weight-fp32": (
-        {"weight": view(N, K, dtype="float32")},
-        "x is bfloat16 and the weight float32",
-    ),
+    "case23-x-fp16": ({"x": view(4, K, dtype="float16")}, "x", "float16"),
+    "case23-weight-fp32": ({"weight": view(N, K, dtype="float32")}, "weight", "float32"),
     "case23-both-fp16": (
         {"x": view(4, K, dtype="float16"), "weight": view(N, K, dtype="float16")},
-        "x and the weight are float16, not bfloat16",
+        "x",
+        "float16",
     ),
     "case20-x-on-the-cpu": (
         {"x": view(4, K, device_type="cpu")},
-        "x is on the CPU and the weight on cuda:0",
+        "x|weight",
+        "(?i)on the CPU and the weight on cuda:0|device cuda:0",
     ),
     "case20-x-pinned": (
         {"x": view(4, K, device_type="cuda_host")},
-        "x is on the CPU (pinned) and the weight on cuda:0",
+        "x|weight",
+        r"CPU \(pinned\)|device cuda",
     ),
     "case20-weight-on-the-cpu": (
         {"weight": view(N, K, device_type="cpu")},
-        "x is on cuda:0 and the weight on the CPU",
+        "weight",
+        "(?i)weight on the CPU|device cpu",
     ),
     "both-on-the-cpu": (
         {"x": view(4, K, device_type="cpu"), "weight": view(N, K, device_type="cpu")},
-        "x and the weight are on the CPU",
+        "x",
+        "(?i)cpu",
     ),
     "meta": (
         {"x": view(4, K, device_type="meta"), "weight": view(N, K, device_type="meta")},
-        "x and the weight are on meta",
+        "x",
+        "meta",
     ),
-    "case19-two-gpus": (
-        {"weight": view(N, K, device_index=1)},
-        "x is on cuda:0 and the weight on cuda:1",
-    ),
-    "inner-stride": ({"x": view(4, K, strides=(2 * K, 2))}, "x has inner stride 2, not 1"),
-    "x-transposed": ({"x": view(4, K, strides=(1, 4))}, "x has inner stride 4, not 1"),
-    "inner-stride-negative": ({"x": view(4, K, strides=(K, -1))}, "x has inner stride -1, not 1"),
-    "rows-backwards": ({"x": view(4, K, strides=(-K, 1))}, "row stride -7,168 is negative"),
-    "case02-row-stride": (
-        {"x": view(4, K, strides=(7175, 1))},
-        "row stride 7,175 is not a multiple of 8",
-    ),
+    "case19-two-gpus": ({"weight": view(N, K, device_index=1)}, "weight", "cuda:1"),
+    "inner-stride": ({"x": view(4, K, strides=(2 * K, 2))}, "x", r"inner stride 2\b"),
+    "x-transposed": ({"x": view(4, K, strides=(1, 4))}, "x", r"inner stride 4\b"),
+    "inner-stride-negative": ({"x": view(4, K, strides=(K, -1))}, "x", r"stride -1\b"),
+    "rows-backwards": ({"x": view(4, K, strides=(-K, 1))}, "x", "-7168"),
+    "case02-row-stride": ({"x": view(4, K, strides=(7175, 1))}, "x", "7175"),
     "founding-row-stride": (
         {"x": view(2, 128, strides=(6285, 1)), "weight": view(1536, 128)},
-        "row stride 6,285 is not a multiple of 8",
+        "x",
+        "6285",
     ),
     **{
         f"case03-x-{past}-bytes-off": (
             {"x": view(tokens, K, strides=(8192, 1), address=ADDRESS + past)},
-            f"the address of x is not a multiple of 16 bytes: it is {past} bytes past one",
+            "x",
+            f"{past} bytes past",
         )
         for past, tokens in ((2, 1), (4, 4), (8, 1), (14, 4))
     },
     "case03-weight": (
         {"weight": view(N, K, address=ADDRESS + 8)},
-        "the address of weight is not a multiple of 16 bytes: it is 8 bytes past one",
+        "weight",
+        f"address of weight .* 8 bytes past|0x{ADDRESS + 8:x}",
     ),
-    "weight-transposed": (
-        {"weight": view(N, K, strides=(1, N))},
-        "weight is transposed: strides (1, 2112), expected packed (7168, 1)",
-    ),
+    "weight-transposed": ({"weight": view(N, K, strides=(1, N))}, "weight", r"\(1, 2112\)"),
     "case02-weight-padded": (
         {"weight": view(N, K, strides=(7175, 1))},
-        "weight is not packed: strides (7175, 1), expected packed (7168, 1)",
+        "weight",
+        r"\(7175, 1\)",
     ),
-    "weight-expanded": (
-        {"weight": view(N, K, strides=(0, 1))},
-        "weight is not packed: strides (0, 1), expected packed (7168, 1)",
-    ),
-    "x-without-memory": (
-        {"x": view(4, K, address=0)},
-        "x has no memory of its own, as a wrapper of other tensors",
-    ),
-    "weight-without-memory": (
-        {"weight": view(N, K, address=0)},
-        "weight has no memory of its own, as a wrapper of other tensors",
-    ),
-    "residual-shape": (
-        {"residual": view(4, N - 1)},
-        "the residual has shape [4, 2111], not [4, 2112]",
-    ),
-    "residual-row": ({"residual": view(N)}, "the residual has shape [2112], not [4, 2112]"),
-    "residual-dtype": (
-        {"residual": view(4, N, dtype="float32")},
-        "the residual is float32, not bfloat16",
-    ),
+    "weight-expanded": ({"weight": view(N, K, strides=(0, 1))}, "weight", r"\(0, 1\)"),
+    "x-without-memory": ({"x": view(4, K, address=0)}, "x", "no memory"),
+    "weight-without-memory": ({"weight": view(N, K, address=0)}, "weight", "no memory"),
+    "residual-shape": ({"residual": view(4, N - 1)}, "residual", r"\[4, 2111\]"),
+    "residual-row": ({"residual": view(N)}, "residual", r"\[2112\]"),
+    "residual-dtype": ({"residual": view(4, N, dtype="float32")}, "residual", "float32"),
     "case20-residual": (
         {"residual": view(4, N, device_type="cpu")},
-        "x is on cuda:0 and the residual on the CPU",
+        "residual",
+        "(?i)residual on the CPU|device cpu",
     ),
-    "case19-residual": (
-        {"residual": view(4, N, device_index=1)},
-        "x is on cuda:0 and the residual on cuda:1",
-    ),
+    "case19-residual": ({"residual": view(4, N, device_index=1)}, "residual", "cuda:1"),
     "case02-residual": (
         {"residual": view(4, N, strides=(2119, 1))},
-        "the residual is not contiguous: strides (2119, 1), expected (2112, 1)",
+        "residual",
+        r"\(2119, 1\)",
     ),
-    "residual-without-memory": (
-        {"residual": view(4, N, address=0)},
-        "the residual has no memory of its own",
-    ),
+    "residual-without-memory": ({"residual": view(4, N, address=0)}, "residual", "no memory"),
     **{
         f"case25-{name}": (
             {name: replace(v, requires_grad=True), "grad_mode": True},
-            f"{name} requires grad while grad mode is on, and our kernels have no backward",
+            name,
+            f"{name} requires grad|one that requires grad",
         )
         for name, v in (("x", view(4, K)), ("weight", view(N, K)), ("residual", view(4, N)))
     },
-    "no-tokens": ({"x": view(0, K, address=0)}, "x has no rows: there is nothing to compute"),
-    "many-tokens": ({"x": view(65, K)}, "x has more than 64 rows"),
-    "k": (
-        {"x": view(4, 7160), "weight": view(N, 7160)},
-        "K = 7,160 is not a multiple of 16",
-    ),
-    "old-gpu": ({"device": T4}, "Tesla T4 is sm_75; our kernels need sm_80"),
+    "no-tokens": ({"x": view(0, K, address=0)}, "x", "no rows"),
+    "many-tokens": ({"x": view(65, K)}, "x", "more than 64 rows|^65"),
+    "k": ({"x": view(4, 7160), "weight": view(N, 7160)}, "x", "K = 7160"),
+    "old-gpu": ({"device": T4}, "device", "sm_75"),
 }
+"""What falls back: the argument that is to blame, and what a reason says of it."""
 
 
 @pytest.mark.parametrize("name", DECLINED)
-def test_declined_with_the_exact_reason(name: str) -> None:
-    arguments, reason = DECLINED[name]
+def test_declined_with_its_reason(name: str) -> None:
+    arguments, blamed, what = DECLINED[name]
     found = decided(**arguments)
-    assert found.reason == reason
+    assert any(says(found.reason, one, what) for one in blamed.split("|")), found.reason
     assert found.is_fallback
     assert (found.backend, found.config, found.source) == ("linear", None, "rule")
-    assert str(found) == f"linear: {reason}"
+    assert str(found) == f"linear: {found.reason}"
 
 
 def test_every_declined_call_without_batch_invariance_says_so() -> None:
-    for name, (arguments, reason) in DECLINED.items():
+    for name, (arguments, *_) in DECLINED.items():
         found = decided(**arguments, batch_invariant=True)
         if name == "many-tokens":
             assert found.backend == "fused_a"
             continue
+        reason = decided(**arguments).reason
         nothing = 0 in arguments.get("x", view(4, K)).shape
         lost = "" if nothing else plans.NOT_INVARIANT
         assert found.reason == reason + lost, name
@@ -339,19 +322,37 @@ def test_another_gpu_of_the_architecture_is_told_apart() -> None:
     assert "that of NVIDIA H200 does not hold for it" in reason
 
 
-def test_every_plan_can_run() -> None:
+def can_run(p: projections.Projection, num_tokens: int, gpu: DeviceInfo) -> None:
     """What a plan names is valid on the GPU, for that very number of tokens."""
-    small = replace(H200, shared_memory_optin=101_376)
-    for gpu in (H200, small, H100, A100, B300):
-        for p in projections.shapes():
-            for num_tokens in range(1, 65):
-                found = plans.plan(p.n, p.k, num_tokens, gpu)
-                if found.backend == "fused_a":
-                    assert found.config.tile_m >= num_tokens
-                    assert found.config.is_valid(gpu)
-                elif found.backend == "skinny":
-                    assert found.config.num_rows == num_tokens
-                    assert found.config.is_valid(gpu)
+    found = plans.plan(p.n, p.k, num_tokens, gpu)
+    if found.backend == "fused_a":
+        assert found.config.tile_m >= num_tokens
+        assert found.config.is_valid(gpu)
+    elif found.backend == "skinny":
+        assert found.config.num_rows == num_tokens
+        assert found.config.is_valid(gpu)
+
+
+def test_every_measured_plan_can_run() -> None:
+    """At every number of tokens that is listed, and at the first that takes the next one."""
+    for p in projections.shapes():
+        for num_tokens in {m for listed in TOKENS for m in (listed, listed + 1) if m <= 64}:
+            can_run(p, num_tokens, H200)
+
+
+SMALL = replace(H200, shared_memory_optin=101_376)
+
+
+@given(
+    st.sampled_from(projections.shapes()),
+    st.integers(1, 64),
+    st.sampled_from([SMALL, H100, A100, B300]),
+)
+@settings(EXAMPLES, max_examples=600)
+def test_every_other_plan_can_run(
+    p: projections.Projection, num_tokens: int, gpu: DeviceInfo
+) -> None:
+    can_run(p, num_tokens, gpu)
 
 
 @pytest.mark.parametrize("gpu", [H200, H100, A100, B300], ids=lambda gpu: gpu.name)
@@ -398,11 +399,10 @@ def test_select_backend() -> None:
 
 
 @pytest.mark.parametrize("name", ["num_tokens", "n", "k"])
-@pytest.mark.parametrize("junk", [-1, 1.0, True, None])
-def test_select_backend_refuses(name: str, junk: Any) -> None:
-    arguments = {"num_tokens": 1, "n": 16, "k": 16, name: junk}
-    with pytest.raises(ValueError, match=f"^{name}: expected an integer"):
-        k3cupy.select_backend(**arguments, device=H200)
+def test_select_backend_refuses(name: str) -> None:
+    for junk in (-1, 1.0, True, None):
+        arguments = {"num_tokens": 1, "n": 16, "k": 16, "device": H200, name: junk}
+        refused(arguments, name, f"^{re.escape(repr(junk))}", operation=k3cupy.select_backend)
 
 
 def test_devices_by_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,8 +411,9 @@ def test_devices_by_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
     for device in (None, 0, "cuda", "cuda:0", torch.device("cuda"), torch.device("cuda:0")):
         assert k3cupy.select_backend(16, 2112, 7168, device=device) == "fused_a"
     for device in (1, -1, "cuda:1", "cpu", "cuda:x", torch.device("cpu"), 0.5):
-        with pytest.raises(ValueError, match=r"^device: expected a GPU ordinal below 1"):
-            k3cupy.select_backend(1, 2112, 7168, device=device)
+        arguments = {"num_tokens": 1, "n": 2112, "k": 7168, "device": device}
+        found = f"^{re.escape(repr(device))}"
+        refused(arguments, "device", found, operation=k3cupy.select_backend)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

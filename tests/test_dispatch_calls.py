@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 from array_helpers import jax_of, numpy_of, torch_of
-from dispatch_helpers import DispatchDevice, only_row
+from dispatch_helpers import DispatchDevice, only_row, says
 from fake_device import H200
 from gemm_helpers import inputs, normal
 from gemm_table_helpers import measured, second, user_cache
-from helpers import BF16, FP16, Producer
+from helpers import BF16, FP16, Producer, refused
 
 import k3cupy
 from k3cupy.dispatch import backends, linear
@@ -69,7 +69,7 @@ def test_arrays_of_other_frameworks(wrap: Callable[[Any], Any], with_residual: b
     exact = x.double() @ weight.double().T + residual.double() * with_residual
     got = torch_of(out, BF16).double()
     assert ((got - exact).abs() <= exact.abs() * 2**-8 + 1e-4).all()
-    assert only_row().decision.reason == "x and the weight are on the CPU"
+    assert says(only_row().decision.reason, "x", "(?i)cpu")
 
 
 def test_wide_numpy_arrays_stay_wide() -> None:
@@ -81,33 +81,33 @@ def test_wide_numpy_arrays_stay_wide() -> None:
 
 def test_tensors_of_several_frameworks_have_no_linear() -> None:
     x, weight = normal((4, K), 1), normal((48, K), 2)
-    with pytest.raises(TypeError, match=r"^weight: expected a tensor of PyTorch, CuPy.*of torch"):
-        k3cupy.low_latency_linear(numpy_of(x), weight)
-    with pytest.raises(TypeError, match=r"^x: expected .*explain_low_latency_gemm"):
-        k3cupy.low_latency_linear(Producer(x), Producer(weight))
+    run = k3cupy.low_latency_linear
+    refused({"x": numpy_of(x), "weight": weight}, "weight", "^one of torch", operation=run)
+    bare = {"x": Producer(x), "weight": Producer(weight)}
+    found = "^one of dlpack.*explain_low_latency_gemm"
+    refused(bare, "x", found, operation=run)
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 @pytest.mark.parametrize("junk", [None, 1.0, [[1.0]], "x"])
 def test_what_is_no_tensor(call: Callable[..., Any], junk: Any) -> None:
     x, weight = normal((4, K), 1), normal((48, K), 2)
-    with pytest.raises(TypeError, match=r"^x: expected a tensor"):
-        call(junk, weight)
-    with pytest.raises(TypeError, match=r"^weight: expected a tensor"):
-        call(x, junk)
+    found = f"^{type(junk).__name__}$"
+    refused({"x": junk, "weight": weight}, "x", found, operation=call)
+    refused({"x": x, "weight": junk}, "weight", found, operation=call)
 
 
 @pytest.mark.parametrize("junk", [1, 0, "yes", [True]])
 def test_flags_are_bools(junk: Any) -> None:
-    x, weight = normal((4, K), 1), normal((48, K), 2)
+    tensors = {"x": normal((4, K), 1), "weight": normal((48, K), 2)}
+    found = f"^{re.escape(repr(junk))}$"
     for call in CALLS:
-        with pytest.raises(TypeError, match=r"^batch_invariant: expected None, True or False"):
-            call(x, weight, batch_invariant=junk)
+        wrong = {**tensors, "batch_invariant": junk}
+        refused(wrong, "batch_invariant", found, operation=call)
     for call in CALLS[:2]:
-        with pytest.raises(TypeError, match=r"^weight_is_static: expected True or False"):
-            call(x, weight, weight_is_static=junk)
-        with pytest.raises(TypeError, match=r"^stream: expected an int handle"):
-            call(x, weight, stream=object())
+        wrong = {**tensors, "weight_is_static": junk}
+        refused(wrong, "weight_is_static", found, operation=call)
+        refused({**tensors, "stream": object()}, "stream", "^object$", operation=call)
 
 
 def test_case25_gradients_are_never_lost() -> None:
@@ -124,7 +124,7 @@ def test_tensors_without_memory() -> None:
     """Meta and fake tensors are for the framework, as a compiler's tracing has them."""
     x, weight = (torch.zeros(*shape, dtype=BF16, device="meta") for shape in ((4, K), (48, K)))
     assert k3cupy.low_latency_linear(x, weight).shape == (4, 48)
-    assert only_row().decision.reason == "x and the weight are on meta"
+    assert says(only_row().decision.reason, "x", "meta")
     k3cupy.reset_dispatch_report()
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -206,7 +206,7 @@ def test_a_fall_back_is_not_decided_again(gpu: DispatchDevice) -> None:
     assert torch.equal(k3cupy.low_latency_linear(x, weight), x @ weight.T)
     row = only_row()
     assert row.calls == 4
-    assert row.decision.reason == "row stride 6,285 is not a multiple of 8"
+    assert says(row.decision.reason, "x", "6285")
     assert gpu.launches == []
 
 
@@ -228,7 +228,8 @@ def test_grad_mode_is_part_of_what_is_remembered(gpu: DispatchDevice) -> None:
     assert k3cupy.try_low_latency_gemm(x, weight) is None
     out = k3cupy.low_latency_linear(x, weight)
     assert out.requires_grad
-    assert "weight requires grad" in k3cupy.explain_low_latency_gemm(x, weight).reason
+    reason = k3cupy.explain_low_latency_gemm(x, weight).reason
+    assert says(reason, "weight", "weight requires grad|one that requires grad")
     with torch.inference_mode():
         assert k3cupy.try_low_latency_gemm(x, weight) is not None
 
@@ -249,7 +250,8 @@ def test_a_wrapper_without_memory_is_not_taken_for_a_tensor(gpu: DispatchDevice)
     for _ in range(2):
         assert k3cupy.try_low_latency_gemm(wrapper, weight) is None
         assert k3cupy.try_low_latency_gemm(x, weight) is not None
-    assert "no memory of its own" in k3cupy.explain_low_latency_gemm(wrapper, weight).reason
+    reason = k3cupy.explain_low_latency_gemm(wrapper, weight).reason
+    assert says(reason, "x", "no memory of its own")
 
 
 def test_no_tokens(gpu: DispatchDevice) -> None:
@@ -325,7 +327,7 @@ def test_the_report() -> None:
     lines = str(report).splitlines()
     assert lines[0].split() == ["calls", "N", "x", "K", "M", "what", "ran", "why"]
     assert "48 x 128" in lines[2]
-    assert lines[2].endswith("x and the weight are on the CPU [rule]")
+    assert re.search(r"(?i)cpu.* \[rule\]$", lines[2])
     assert lines[-1] == "0 of 6 calls ran a kernel of k3cupy"
     assert report.calls == 6, "a report does not change"
     k3cupy.reset_dispatch_report()
@@ -345,7 +347,9 @@ def test_one_log_line_for_each_new_decision(
         k3cupy.try_low_latency_gemm(x.clone(), weight.float())
     ours, fall_back = (record.getMessage() for record in caplog.records)
     assert ours == f"1536 x 128, M = 4: {k3cupy.explain_low_latency_gemm(x, weight)}"
-    assert fall_back == "1536 x 128, M = 4: linear: x is bfloat16 and the weight float32"
+    start, _, reason = fall_back.partition(": linear: ")
+    assert start == "1536 x 128, M = 4"
+    assert says(reason, "weight", "float32")
     assert {record.levelname for record in caplog.records} == {"DEBUG"}
 
 

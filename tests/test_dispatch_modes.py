@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from dispatch_helpers import DispatchDevice, only_row
 from fake_device import H200
 from gemm_helpers import inputs, normal
-from helpers import BF16, Producer
+from helpers import BF16, Producer, refused
 from toolchain_helpers import fake_gpu
 
 import k3cupy
@@ -27,6 +28,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> DispatchDevice:
 
 
 # Batch-invariant mode
+
+
+def enter_batch_invariant_mode(enabled: Any) -> None:
+    with k3cupy.batch_invariant_mode(enabled):
+        pass
 
 
 def test_modes_and_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,10 +56,9 @@ def test_modes_and_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError
     assert k3cupy.is_batch_invariant()
     for junk in (1, None, "on"):
-        with pytest.raises(TypeError, match=r"^enabled: expected True or False"):
-            k3cupy.set_batch_invariant(junk)
-        with pytest.raises(TypeError), k3cupy.batch_invariant_mode(junk):
-            pass
+        found = f"^{re.escape(repr(junk))}$"
+        for set_it in (k3cupy.set_batch_invariant, enter_batch_invariant_mode):
+            refused({"enabled": junk}, "enabled", found, operation=set_it)
 
 
 def test_the_mode_of_a_call(gpu: DispatchDevice) -> None:
@@ -93,10 +98,8 @@ def test_many_rows_go_in_slices(gpu: DispatchDevice, with_residual: bool) -> Non
 def test_what_cannot_be_sliced_says_so(gpu: DispatchDevice) -> None:
     x, weight = (Producer(t) for t in inputs(65, N, K))
     found = k3cupy.explain_low_latency_gemm(x, weight, batch_invariant=True)
-    assert found.reason == (
-        "x has more than 64 rows, and tensors of dlpack are not cut here; so batch invariance does "
-        "not hold for this call"
-    )
+    assert "tensors of dlpack are not cut here" in found.reason
+    assert found.reason.endswith("batch invariance does not hold for this call")
 
 
 # Warming up
@@ -133,26 +136,26 @@ def test_warm_up_of_what_the_framework_runs_is_nothing(monkeypatch: pytest.Monke
     assert compiler.compiled == []
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"shapes": [(0, 16)]}, "shapes: expected pairs"),
-        ({"shapes": [16]}, "shapes: expected pairs"),
-        ({"shapes": [(16, 16, 16)]}, "shapes: expected pairs"),
-        ({"tokens": [0]}, "tokens: expected numbers from 1 to 2147483647, got 0"),
-        ({"tokens": [1.5]}, "tokens: expected numbers from 1"),
-        ({"device": 7}, "device: expected a GPU ordinal below 1, got 7"),
-        ({"residual": 1}, "residual: expected True or False"),
-        ({"weight_is_static": None}, "weight_is_static: expected True or False"),
-        ({"batch_invariant": 1}, "batch_invariant: expected None, True or False"),
-    ],
-    ids=str,
-)
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"shapes": [(0, 16)]}, r"\(0, 16\)"),
+    ({"shapes": [16]}, "16"),
+    ({"shapes": [(16, 16, 16)]}, r"\(16, 16, 16\)"),
+    ({"tokens": [0]}, "0"),
+    ({"tokens": [1.5]}, r"1\.5"),
+    ({"device": 7}, "7"),
+    ({"residual": 1}, "1"),
+    ({"weight_is_static": None}, "None"),
+    ({"batch_invariant": 1}, "1"),
+]
+
+
+@pytest.mark.parametrize(("options", "found"), WRONG, ids=str)
 def test_warm_up_refuses(
-    options: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler = fake_gpu(monkeypatch)
     monkeypatch.setattr(devices, "info", lambda _: H200)
-    with pytest.raises((TypeError, ValueError), match=f"^{text}"):
-        k3cupy.warmup_low_latency_gemm(**{"shapes": [(N, K)], **options})
+    (name,) = options
+    arguments = {"shapes": [(N, K)], **options}
+    refused(arguments, name, f"^{found}$", operation=k3cupy.warmup_low_latency_gemm)
     assert compiler.compiled == []

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 from fake_device import H200
 from gemm_table_helpers import K, N, measured, second
+from helpers import run_program
 
 from k3cupy.ops import gemm_cache, gemm_tables
 from k3cupy.ops.gemm_entry import GemmEntry
@@ -282,37 +281,27 @@ def test_a_read_only_file_is_read(path: Path) -> None:
 # Many processes
 
 CHILD = """
-import sys, warnings
-warnings.simplefilter("error")
+import warnings
 from fake_device import H200
-from gemm_table_helpers import measured
+from gemm_table_helpers import in_processes, measured
 from k3cupy.ops import gemm_cache, gemm_tables
-mine = int(sys.argv[1])
 path = gemm_cache.path_of(H200)
-for i, tokens in enumerate(gemm_tables.TOKENS):
-    assert gemm_cache.add([measured(tokens, n=16 * (mine + 1))], H200) == path
-    found = gemm_cache.read(path, H200.name)
-    assert sum(entry.n == 16 * (mine + 1) for entry in found) == i + 1
-print("done")
+
+def work(mine):
+    warnings.simplefilter("error")
+    n = 16 * (mine + 1)
+    for i, tokens in enumerate(gemm_tables.TOKENS):
+        assert gemm_cache.add([measured(tokens, n=n)], H200) == path
+        found = gemm_cache.read(path, H200.name)
+        assert sum(entry.n == n for entry in found) == i + 1
+
+in_processes(8, work)
 """
 
 
 def test_eight_processes_add_and_read_at_once(path: Path) -> None:
     """Nobody loses an entry, nobody reads half a file, nobody is warned."""
-    search = os.pathsep.join([str(Path(__file__).parent), *(entry for entry in sys.path if entry)])
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(i)],
-            env={**os.environ, "PYTHONPATH": search},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for i in range(8)
-    ]
-    for child in children:
-        output, _ = child.communicate(timeout=200)
-        assert output.strip() == "done"
+    run_program(CHILD)
     keys = {entry.key for entry in quiet_read(path)}
     assert keys == {(16 * (i + 1), K, tokens, False) for i in range(8) for tokens in TOKENS}
 

@@ -6,6 +6,9 @@ from dataclasses import replace
 
 import pytest
 from fake_device import H200
+from gemm_helpers import EXAMPLES
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import k3cupy
 from k3cupy import projections
@@ -23,21 +26,22 @@ GPUS = [
 ]
 
 
-@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
-def test_every_choice_is_valid_and_for_these_rows(gpu: DeviceInfo) -> None:
-    for n, k in SHAPES + ODD:
-        for tokens in range(1, 9):
-            config, reason = choose(n, k, tokens, gpu)
-            assert config.is_valid(gpu), f"{config} for {n} x {k}, M = {tokens}"
-            assert config.num_rows == tokens
-            assert reason
-            found = candidates(n, k, tokens, gpu)
-            assert 1 <= len(found) <= 8
-            assert len(set(found)) == len(found)
-            assert all(c.is_valid(gpu) and c.num_rows == tokens for c in found)
-            times = [estimate_us(c, n, k, gpu) for c in found]
-            assert times == sorted(times)
-            assert times[0] > 0
+@given(st.sampled_from(SHAPES + ODD), st.integers(1, 8), st.sampled_from(GPUS))
+@settings(EXAMPLES, max_examples=300)
+def test_every_choice_is_valid_and_for_these_rows(
+    shape: tuple[int, int], tokens: int, gpu: DeviceInfo
+) -> None:
+    config, reason = choose(*shape, tokens, gpu)
+    assert config.is_valid(gpu)
+    assert config.num_rows == tokens
+    assert reason
+    found = candidates(*shape, tokens, gpu)
+    assert 1 <= len(found) <= 8
+    assert len(set(found)) == len(found)
+    assert all(c.is_valid(gpu) and c.num_rows == tokens for c in found)
+    times = [estimate_us(c, *shape, gpu) for c in found]
+    assert times == sorted(times)
+    assert times[0] > 0
 
 
 def test_candidates_differ_and_hold_public_settings() -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
-from helpers import BF16, run_child
+from helpers import BF16, refused
 from torch import nn
 from torch.nn.utils import prune
 from torch_linear_helpers import K, N, linear, mixed_model
@@ -150,14 +150,21 @@ def test_attention_of_pytorch_which_reads_the_weight_itself_is_left_alone() -> N
     assert "NonDynamicallyQuantizableLinear" in report["out_proj"].reason
 
 
-def _sharded_layers() -> None:
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """A mesh of this process alone."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_sharded_layers_are_left_alone_and_right(mesh: Any) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import distribute_module, distribute_tensor
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    mesh = init_device_mesh("cpu", (1,))
     x = torch.randn(3, K).to(BF16)
 
     layer = distribute_module(linear(), mesh)
@@ -176,11 +183,6 @@ def _sharded_layers() -> None:
     for each in (sharded, fully_shard(model, mesh=mesh)):
         for _ in range(2):
             assert torch.equal(each(x), want)
-    dist.destroy_process_group()
-
-
-def test_sharded_layers_are_left_alone_and_right() -> None:
-    run_child(_sharded_layers)
 
 
 # Calling it
@@ -258,7 +260,7 @@ def test_batch_invariance_follows_the_last_call() -> None:
         ({"tokens": []}, ValueError, r"tokens: expected at least one, got none"),
         ({"tokens": "8"}, ValueError, r"tokens: expected .*, got '8'"),
         ({"warmup": 1}, TypeError, r"warmup: expected True or False, got 1"),
-        ({"batch_invariant": 1}, TypeError, r"batch_invariant: expected None, True or False"),
+        ({"batch_invariant": 1}, TypeError, r"batch_invariant: expected None, .*, got 1"),
     ],
     ids=str,
 )
@@ -270,10 +272,10 @@ def test_arguments(options: dict[str, Any], error: type[Exception], text: str) -
 
 
 @pytest.mark.parametrize("function", ["enable_low_latency_gemm", "disable_low_latency_gemm"])
-@pytest.mark.parametrize("value", [None, torch.zeros(2), nn.Linear, [nn.ReLU()]], ids=repr)
-def test_what_is_no_module(function: str, value: Any) -> None:
-    with pytest.raises(TypeError, match=r"module: expected a torch\.nn\.Module, got "):
-        getattr(k3cupy, function)(value)
+def test_what_is_no_module(function: str) -> None:
+    for value in (None, torch.zeros(2), nn.Linear, [nn.ReLU()]):
+        found = f"^{type(value).__name__}$"
+        refused({"module": value}, "module", found, operation=getattr(k3cupy, function))
 
 
 def test_no_torch_is_loaded_before_it_is_needed() -> None:
