@@ -10,11 +10,11 @@ import pytest
 from fake_device import H200, FakeDevice
 
 import k3cupy
-from k3cupy.dispatch import linear
+from k3cupy.ops import linear
 from k3cupy.dispatch.decision import LinearDecision
-from k3cupy.dispatch.linear import decide
-from k3cupy.dispatch.report import ReportRow
-from k3cupy.ops.plan_cache import PlanCache
+from k3cupy.ops.linear import decide
+from k3cupy.ops.dispatch_report import ReportRow
+from k3cupy.call.plans import PlanCache
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.dlpack import packed_strides
 from k3cupy.runtime.tensors import TensorView, itemsize

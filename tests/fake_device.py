@@ -164,8 +164,6 @@ class FakeDevice:
         function = _Watched(self.limits)
         return LoadedKernel(
             kernel=(instance, function, device),
-            registers=32,
-            local_bytes=0,
             device=device,
             function=function,
             module=None,

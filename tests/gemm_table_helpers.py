@@ -14,9 +14,9 @@ import pytest
 from fake_device import H200
 
 from k3cupy.ops import gemm_cache, gemm_tables
-from k3cupy.ops.fused_a_gemm_choice import candidates
+from k3cupy.choose.fused_a_gemm import candidates
 from k3cupy.ops.gemm_entry import GemmEntry, fastest_of
-from k3cupy.ops.skinny_gemm_choice import candidates as skinny_candidates
+from k3cupy.choose.skinny_gemm import candidates as skinny_candidates
 
 N, K = 2112, 7168
 

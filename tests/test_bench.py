@@ -14,9 +14,9 @@ from click.testing import CliRunner
 
 from k3cupy.bench import forms, report
 from k3cupy.cli import main
-from k3cupy.ops.mla_decode_config import CANDIDATES, MlaDecodeConfig, MlaDecodeVariant
-from k3cupy.ops.mla_prefill_config import CANDIDATES as PREFILL_CANDIDATES
-from k3cupy.ops.mla_prefill_config import (
+from k3cupy.kernels.mla_decode import CANDIDATES, MlaDecodeConfig, MlaDecodeVariant
+from k3cupy.kernels.mla_prefill import CANDIDATES as PREFILL_CANDIDATES
+from k3cupy.kernels.mla_prefill import (
     INSERTS,
     OPS,
     MlaPrefillConfig,

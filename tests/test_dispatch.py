@@ -23,7 +23,7 @@ from k3cupy import projections
 from k3cupy.dispatch import backends, plans
 from k3cupy.dispatch.decision import LinearDecision
 from k3cupy.ops import gemm_tables
-from k3cupy.ops.fused_a_gemm_choice import choose
+from k3cupy.choose.fused_a_gemm import choose
 from k3cupy.ops.gemm_tables import TOKENS
 from k3cupy.runtime import devices
 from k3cupy.runtime.devices import DeviceInfo

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_device import H200
+from fake_device import H200, FakeDevice
 from gemm_helpers import (
     EXAMPLES,
     assert_product,
@@ -25,8 +25,7 @@ from hypothesis import strategies as st
 
 import k3cupy
 from k3cupy import projections
-from k3cupy.ops.fused_a_gemm_choice import choose
-from k3cupy.ops.fused_a_gemm_validate import check_config
+from k3cupy.choose.fused_a_gemm import choose
 from k3cupy.runtime import devices
 from k3cupy.runtime.devices import DeviceInfo
 
@@ -147,13 +146,21 @@ def test_batch_invariant_choices_sum_in_one_order(limit: int) -> None:
         assert len(orders) == 1, f"{n} x {k}: {orders}"
 
 
+def explained_on(gpu: DeviceInfo, config: k3cupy.FusedAGemmConfig) -> Any:
+    """What a call with a configuration does on a GPU that is none."""
+    with pytest.MonkeyPatch.context() as patch:
+        FakeDevice(patch)
+        patch.setattr(devices, "info", lambda _: gpu)
+        return k3cupy.explain_fused_a_gemm(*inputs(M, N, K), config=config)
+
+
 def test_case04_a_configuration_that_does_not_fit_names_both_numbers() -> None:
     for limit in SMALL_GPUS:
         gpu = replace(H200, shared_memory_optin=limit)
         text = f"^config: expected at most {limit} .*, got {HUGE.shared_bytes} bytes.*fewer stages"
         with pytest.raises(ValueError, match=text):
-            check_config(HUGE, 4, gpu)
-    assert check_config(CONFIG, 8, gpu) is CONFIG
+            explained_on(gpu, HUGE)
+        assert explained_on(gpu, CONFIG).config == CONFIG
 
 
 def test_a_configuration_for_fewer_tokens_is_refused(device: str) -> None:
@@ -166,9 +173,9 @@ def test_a_configuration_for_fewer_tokens_is_refused(device: str) -> None:
 
 def test_clusters_need_sm_90() -> None:
     split = replace(CONFIG, split_k=2)
-    assert check_config(split, 8, H200) is split
+    assert explained_on(H200, split).config == split
     with pytest.raises(ValueError, match=r"^config: expected split_k of 1 on sm_86.*, got 2$"):
-        check_config(split, 8, replace(H200, compute_capability=(8, 6)))
+        explained_on(replace(H200, compute_capability=(8, 6)), split)
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from toolchain_helpers import FakeGpu, fake_h200
 
 import k3cupy
 from k3cupy.cli import main
-from k3cupy.ops.fused_a_gemm_choice import choose
+from k3cupy.choose.fused_a_gemm import choose
 
 __all__ = ["fake_h200"]
 

@@ -13,7 +13,7 @@ from stream_helpers import captured
 
 import k3cupy
 from k3cupy import projections
-from k3cupy.ops.fused_a_gemm_choice import candidates, choose
+from k3cupy.choose.fused_a_gemm import candidates, choose
 from k3cupy.ops.fused_a_gemm_validate import check_config
 from k3cupy.runtime import devices, instances
 

@@ -12,17 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 from toolchain_helpers import (
+    OTHERS,
     Inspected,
     Instruction,
+    code_of,
+    in_programs,
     inspect,
     needs_disassembler,
-    sass_of,
     share_of,
 )
 
 import k3cupy
 from k3cupy.ops import mla_prefill_arguments
-from k3cupy.ops.mla_prefill_config import (
+from k3cupy.kernels.mla_prefill import (
     CANDIDATES,
     INSERTS,
     KEY_CONCAT,
@@ -39,9 +41,10 @@ from k3cupy.ops.mla_prefill_config import (
 from k3cupy.ops.mla_prefill_validate import OPERATIONS, validate
 from k3cupy.runtime import sources
 from k3cupy.runtime.errors import CompileError
-from k3cupy.runtime.offline import ARCHITECTURES, compile_cubin
+from k3cupy.runtime.offline import compile_cubin
 
-nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC and cuda-core")
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC and cuda-core")
+pytestmark = pytest.mark.compiles
 
 MAX_REGISTERS = 120
 """A block has 512 threads at most. With 120 registers one of them lives on a multiprocessor, with
@@ -49,9 +52,6 @@ MAX_REGISTERS = 120
 
 MAX_SHARED = 12 * 1024
 """The hash table of the cache blocks, and what the driver keeps for itself."""
-
-FULL_PRODUCT = 30
-"""Instances that two cores compile for all architectures in about twenty seconds."""
 
 VARIANTS = [
     variant
@@ -78,29 +78,25 @@ SHIPPED = list(
 )
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_every_instance(arch: str) -> None:
+@in_programs(sm_90=1, everything=1)
+def test_every_instance(arch: str, part: slice) -> None:
     """It compiles, nothing spills, the registers stay within bounds, and PDL is used in order."""
-    wanted = share_of(SHIPPED, arch, -(-len(SHIPPED) // FULL_PRODUCT))
-    inspect(SOURCE, wanted, arch, read_code=arch in ("sm_80", "sm_90"))
+    size = len(SHIPPED) if arch == "sm_90" else OTHERS
+    inspect(SOURCE, share_of(SHIPPED, f"mla_prefill for {arch}", size)[part], arch)
 
 
-@pytest.mark.parametrize(
-    "variant",
-    [
+def test_every_candidate_compiles() -> None:
+    """What the tables may come to name, and what `config=` accepts."""
+    assert all(config.is_valid() for config in CANDIDATES)
+    variants = [
         MlaPrefillVariant(KEY_CONCAT_DS_MLA, rope=True),
         MlaPrefillVariant(QKV_QUANT, "float16", rope=True),
         MlaPrefillVariant(KV_CONCAT),
         MlaPrefillVariant(KV_CONCAT_QUANT, k_pe_fp8=True),
         MlaPrefillVariant(QKV_QUANT, rope=True, vector=False),
-    ],
-    ids=str,
-)
-def test_every_candidate_compiles(variant: MlaPrefillVariant) -> None:
-    """What the tables may come to name, and what `config=` accepts."""
-    assert all(config.is_valid() for config in CANDIDATES)
-    wanted = [inspected(variant, config) for config in CANDIDATES]
-    inspect(SOURCE, wanted, "sm_90", read_code=False)
+    ]
+    wanted = [inspected(variant, config) for variant in variants for config in CANDIDATES]
+    inspect(SOURCE, share_of(wanted, "candidates of mla_prefill", 14), "sm_90")
 
 
 @pytest.mark.parametrize("tasks", [4, 12])
@@ -116,10 +112,26 @@ def test_the_compiler_refuses_what_is_not_valid(tasks: int) -> None:
 # Width and order of the accesses
 
 
-def program_of(variant: MlaPrefillVariant, config: MlaPrefillConfig) -> list[Instruction]:
-    cubin = compile_cubin(SOURCE, [config.name_expression(variant)], "sm_90")
-    (program,) = sass_of(cubin.code).values()
-    return program
+COPIES = [
+    (variant, heads)
+    for variant in (
+        MlaPrefillVariant(KV_CONCAT),
+        MlaPrefillVariant(KV_CONCAT_QUANT),
+        MlaPrefillVariant(KV_CONCAT_QUANT, "float16", k_pe_fp8=True),
+    )
+    for heads in (1, 4)
+]
+INSERTED = [
+    MlaPrefillVariant(op, rope=rope) for op in (KEY_CONCAT, QKV_QUANT) for rope in (False, True)
+]
+one_worker = pytest.mark.xdist_group("code of mla_prefill")
+
+
+def program_of(variant: MlaPrefillVariant, heads: int) -> list[Instruction]:
+    looked_at = [*COPIES, *((inserted, 4) for inserted in INSERTED)]
+    names = [MlaPrefillConfig(8, count).name_expression(each) for each, count in looked_at]
+    name = MlaPrefillConfig(8, heads).name_expression(variant)
+    return code_of(SOURCE, names, "sm_90")[name].program
 
 
 def is_row_load(instruction: Instruction) -> bool:
@@ -127,19 +139,11 @@ def is_row_load(instruction: Instruction) -> bool:
     return instruction.is_load and ".128" in instruction.opcode
 
 
+@one_worker
 @needs_disassembler
-@pytest.mark.parametrize("heads", [1, 4])
-@pytest.mark.parametrize(
-    "variant",
-    [
-        MlaPrefillVariant(KV_CONCAT),
-        MlaPrefillVariant(KV_CONCAT_QUANT),
-        MlaPrefillVariant(KV_CONCAT_QUANT, "float16", k_pe_fp8=True),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("variant", "heads"), COPIES, ids=str)
 def test_rows_move_by_128_bit_accesses(variant: MlaPrefillVariant, heads: int) -> None:
-    program = program_of(variant, MlaPrefillConfig(8, heads))
+    program = program_of(variant, heads)
     loads = [i for i in program if i.is_load]
     stores = [i for i in program if i.is_store]
     # Single chunks are read past L1, neighbouring ones through it.
@@ -153,16 +157,16 @@ def test_rows_move_by_128_bit_accesses(variant: MlaPrefillVariant, heads: int) -
     assert len(loads) >= heads + 1
 
 
+@one_worker
 @needs_disassembler
-@pytest.mark.parametrize("op", [KEY_CONCAT, QKV_QUANT])
-@pytest.mark.parametrize("rope", [False, True])
-def test_inserts_move_rows_by_128_bit_accesses(op: str, rope: bool) -> None:
+@pytest.mark.parametrize("variant", INSERTED, ids=str)
+def test_inserts_move_rows_by_128_bit_accesses(variant: MlaPrefillVariant) -> None:
     """The cache rows of 576 codes are written 8 bytes a lane; all else is 128 bits wide."""
-    program = program_of(MlaPrefillVariant(op, rope=rope), MlaPrefillConfig(8, 4))
+    program = program_of(variant, 4)
     stores = {i.opcode for i in program if i.is_store}
-    assert stores <= ({"STG.E.128"} if op == KEY_CONCAT else {"STG.E.128", "STG.E.64"})
+    assert stores <= ({"STG.E.128"} if variant.op == KEY_CONCAT else {"STG.E.128", "STG.E.64"})
     rows = [i for i in program if is_row_load(i)]
-    assert len(rows) >= 4 + 4 * (op == QKV_QUANT)
+    assert len(rows) >= 4 + 4 * (variant.op == QKV_QUANT)
     assert not any(re.search(r"\.[US](8|16)\b", i.opcode) for i in program if i.is_load)
 
 
@@ -243,25 +247,18 @@ def test_arguments_are_the_kernels_parameters(op: str, rope: bool, odd: bool) ->
 
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v.vector], ids=str)
-@pytest.mark.parametrize("config", CANDIDATES, ids=str)
-def test_the_grid_covers_every_row_once(
-    variant: MlaPrefillVariant, config: MlaPrefillConfig
-) -> None:
-    assert config.threads(variant) % 32 == 0
-    assert config.threads(variant) <= 512
-    for tokens, heads, sms in itertools.product(
-        (0, 1, 7, 256, 257, 4096, 65_536, 131_072), (1, 5, 12, 96), (1, 132)
+def test_the_grid_covers_every_row_once(variant: MlaPrefillVariant) -> None:
+    for config, tokens, heads, sms in itertools.product(
+        CANDIDATES, (0, 1, 7, 256, 257, 4096, 65_536, 131_072), (1, 5, 12, 96), (1, 132)
     ):
+        warps = config.threads(variant) // 32
+        assert config.threads(variant) == 32 * warps <= 512
         grid = config.grid(variant, tokens, heads, sms)
         assert grid.groups * config.heads_per_task >= heads
         assert (grid.groups - 1) * config.heads_per_task < heads
         assert grid.num_tasks == tokens * grid.groups
-        assert (
-            0
-            <= grid.row_blocks * config.tasks_per_block - grid.num_tasks
-            < (config.tasks_per_block)
-        )
-        warps = config.threads(variant) // 32
+        unused = grid.row_blocks * config.tasks_per_block - grid.num_tasks
+        assert 0 <= unused < config.tasks_per_block
         assert (grid.tokens_per_block == warps) == (tokens <= 256), "the kernel goes by it"
         assert grid.tokens_per_block <= 512
         if variant.op in INSERTS:

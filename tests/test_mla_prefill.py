@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers import BF16, E4M3, FP16, run_child, run_program
 from memory_helpers import before_a_forbidden_page
-from prefill_helpers import (
+from mla_helpers import (
     CONCATS,
     INPUTS,
     INSERTS,
@@ -22,7 +22,7 @@ from prefill_helpers import (
     NOPE,
     OUTPUTS,
     POSITIONAL,
-    PrefillCall,
+    MlaCall,
     as_halves,
     as_list,
     as_out,
@@ -411,19 +411,19 @@ def test_torch_is_optional() -> None:
 # The judge itself
 
 
-def spoil_output(call: PrefillCall, result: tuple[torch.Tensor, ...]) -> None:
+def spoil_output(call: MlaCall, result: tuple[torch.Tensor, ...]) -> None:
     oracle.bits(result[-1])[0, 0, 5] ^= 1
 
 
-def spoil_query(call: PrefillCall, result: tuple[torch.Tensor, ...]) -> None:
+def spoil_query(call: MlaCall, result: tuple[torch.Tensor, ...]) -> None:
     oracle.bits(call.args["q"])[1, 0, 127] ^= 1
 
 
-def spoil_rotated_query(call: PrefillCall, result: tuple[torch.Tensor, ...]) -> None:
+def spoil_rotated_query(call: MlaCall, result: tuple[torch.Tensor, ...]) -> None:
     oracle.bits(call.args["q"])[1, 0, 140] += 3
 
 
-def spoil_cache(call: PrefillCall, result: tuple[torch.Tensor, ...]) -> None:
+def spoil_cache(call: MlaCall, result: tuple[torch.Tensor, ...]) -> None:
     call.cache.storage[7] += 1
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from k3cupy.ops import mla_prefill_config
 from k3cupy.ops.measured_table import MeasuredTable
-from k3cupy.ops.mla_prefill_config import (
+from k3cupy.kernels.mla_prefill import (
     CANDIDATES,
     FEW_ROWS,
     MANY_ROWS,

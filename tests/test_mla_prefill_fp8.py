@@ -8,14 +8,14 @@ import oracle
 import pytest
 import torch
 from helpers import BF16, E4M3, FP16, guarded, random_values, rope_table
-from prefill_helpers import INSERTS, SCALES, PrefillCall, as_halves, make_prefill, run_and_check
+from mla_helpers import INSERTS, SCALES, MlaCall, as_halves, make_prefill, run_and_check
 
 DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 EVERY_CODE = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
 TURNED = pytest.mark.parametrize("rope", [False, True], ids=["copy", "rope"])
 
 
-def fill(call: PrefillCall, values: list[float]) -> None:
+def fill(call: MlaCall, values: list[float]) -> None:
     """Repeat a few values through all inputs."""
     for name in ("q", "k_nope", "k_pe", "kv_c_normed", "v"):
         if name in call.args:

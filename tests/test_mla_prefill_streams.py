@@ -10,13 +10,13 @@ import oracle
 import pytest
 import torch
 from helpers import BF16, E4M3, FP16, random_values, run_child
-from prefill_helpers import (
+from mla_helpers import (
     CONCATS,
     INPUTS,
     INSERTS,
     KINDS,
     NOPE,
-    PrefillCall,
+    MlaCall,
     as_list,
     as_out,
     make_prefill,
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.gpu
 ROUNDS = 60
 
 
-def new_values(call: PrefillCall, seed: int) -> torch.Tensor:
+def new_values(call: MlaCall, seed: int) -> torch.Tensor:
     return random_values(call.args["k_nope"].shape, call.dtype, 1000 + seed).cuda()
 
 
@@ -198,7 +198,7 @@ def test_graph_with_outs() -> None:
 
 
 def _captures_from_cold() -> None:
-    def attempt(call: PrefillCall, must_fail: bool) -> None:
+    def attempt(call: MlaCall, must_fail: bool) -> None:
         graph = torch.cuda.CUDAGraph()
         # A graph that the collector frees during a capture would spoil it.
         gc.collect()
@@ -251,7 +251,7 @@ def test_case18_warmup_makes_capture_possible() -> None:
 # The chain of case 5
 
 
-def framework_result(call: PrefillCall) -> list[torch.Tensor]:
+def framework_result(call: MlaCall) -> list[torch.Tensor]:
     """The outputs as PyTorch makes them, without RoPE."""
     args = call.args
     k_pe = args["k_pe"].reshape(call.tokens, 1, 64).expand(-1, call.heads, -1)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from toolchain_helpers import FakeGpu, fake_gpu
 
-from k3cupy.ops.mla_decode_config import DEFAULTS, MlaDecodeVariant
+from k3cupy.kernels.mla_decode import DEFAULTS, MlaDecodeVariant
 from k3cupy.runtime import binaries, instances, offline, sources, toolchain
 from k3cupy.runtime.instances import Instance
 from k3cupy.runtime.offline import Cubin

@@ -29,7 +29,7 @@ from toolchain_helpers import (
 )
 
 import k3cupy
-from k3cupy.ops.mla_decode_config import DEFAULTS, SOURCE, MlaDecodeVariant, dispatched_configs
+from k3cupy.kernels.mla_decode import DEFAULTS, SOURCE, MlaDecodeVariant, dispatched_configs
 from k3cupy.runtime import instances, sources, toolchain
 
 INSTANCES = [c.instance(MlaDecodeVariant("bfloat16")) for c in DEFAULTS.values()]

@@ -18,7 +18,7 @@ from helpers import SPLITS, Call, make_call, op, run_and_check, run_child
 from toolchain_helpers import copy_of_sources, edit, write
 
 import k3cupy
-from k3cupy.ops.mla_decode_config import DEFAULTS, MlaDecodeVariant
+from k3cupy.kernels.mla_decode import DEFAULTS, MlaDecodeVariant
 from k3cupy.runtime import instances
 
 pytestmark = pytest.mark.gpu

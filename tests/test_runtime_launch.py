@@ -20,7 +20,7 @@ from toolchain_helpers import variants
 import k3cupy
 from k3cupy.ops import mla_decode_config
 from k3cupy.ops.measured_table import MeasuredTable
-from k3cupy.ops.mla_decode_config import (
+from k3cupy.kernels.mla_decode import (
     CANDIDATES,
     DEFAULTS,
     MlaDecodeConfig,

@@ -11,7 +11,7 @@ import pytest
 from toolchain_helpers import copy_of_sources, edit, write
 
 import k3cupy
-from k3cupy.ops.mla_decode_config import SOURCE
+from k3cupy.kernels.mla_decode import SOURCE
 from k3cupy.runtime import env, sources
 
 KERNELS = ("mla_decode.cu", "mla_prefill.cu", "fused_a_gemm.cu", "skinny_gemm.cu")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from toolchain_helpers import fake_gpu
 
-from k3cupy.ops.mla_decode_config import DEFAULTS, MlaDecodeVariant
+from k3cupy.kernels.mla_decode import DEFAULTS, MlaDecodeVariant
 from k3cupy.runtime import instances
 from k3cupy.runtime.warn import warn_user
 

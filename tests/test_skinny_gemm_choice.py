@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import k3cupy
 from k3cupy import projections
-from k3cupy.ops.skinny_gemm_choice import candidates, choose, estimate_us
-from k3cupy.ops.skinny_gemm_config import SkinnyGemmConfig, SkinnyGemmVariant
+from k3cupy.choose.skinny_gemm import candidates, choose, estimate_us
+from k3cupy.kernels.skinny_gemm import SkinnyGemmConfig, SkinnyGemmVariant
 from k3cupy.runtime.devices import DeviceInfo
 
 SHAPES = [(p.n, p.k) for p in projections.shapes()]

@@ -15,7 +15,7 @@ from skinny_helpers import DTYPES, TOKENS, op, run_and_check
 from stream_helpers import assert_capture_asks_for_a_warmup, captured
 
 import k3cupy
-from k3cupy.ops.skinny_gemm_choice import candidates
+from k3cupy.choose.skinny_gemm import candidates
 from k3cupy.runtime import devices, instances
 
 pytestmark = pytest.mark.gpu

@@ -13,7 +13,7 @@ from helpers import BF16
 from torch import nn
 
 import k3cupy
-from k3cupy.integrations import torch_library
+from k3cupy.torch import torch_library
 
 N, K = 48, 128
 OPERATOR = torch.ops.k3cupy.low_latency_linear

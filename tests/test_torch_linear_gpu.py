@@ -19,7 +19,7 @@ from torch import nn
 
 import k3cupy
 from k3cupy.dispatch.decision import LINEAR
-from k3cupy.integrations import torch_library
+from k3cupy.torch import torch_library
 
 pytestmark = pytest.mark.gpu
 

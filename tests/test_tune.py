@@ -13,15 +13,15 @@ from tune_helpers import GPU, H200, LINEAR_US, FakeMeter, made_up_us, run, use_f
 import k3cupy
 from k3cupy.dispatch import presets
 from k3cupy.dispatch import tune as tuning
-from k3cupy.dispatch.tuning.candidates import (
+from k3cupy.tuning.candidates import (
     LINEAR,
     Candidate,
     Target,
     candidates,
     targets,
 )
-from k3cupy.dispatch.tuning.cuda_meter import call_of
-from k3cupy.dispatch.tuning.engine import Effort, measure, measure_all
+from k3cupy.tuning.cuda_meter import call_of
+from k3cupy.tuning.engine import Effort, measure, measure_all
 from k3cupy.ops import fused_a_gemm_choice, gemm_tables, skinny_gemm_choice
 from k3cupy.ops.gemm_entry import FUSED_A, SKINNY, Choice, GemmEntry
 from k3cupy.timing.products import Product

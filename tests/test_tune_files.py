@@ -17,9 +17,9 @@ from tune_helpers import GPU, H200, FakeMeter, run, use_fake_gpu
 
 from k3cupy.cli import main
 from k3cupy.dispatch import tune as tuning
-from k3cupy.dispatch.tuning import files
-from k3cupy.dispatch.tuning.candidates import Candidate, Target
-from k3cupy.dispatch.tuning.report import Watch
+from k3cupy.tuning import files
+from k3cupy.tuning.candidates import Candidate, Target
+from k3cupy.tuning.report import Watch
 from k3cupy.ops import gemm_cache, gemm_tables
 from k3cupy.ops.gemm_entry import GemmEntry
 from k3cupy.runtime.devices import DeviceInfo

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from k3cupy.dispatch import tune as tuning
-from k3cupy.dispatch.tuning.candidates import LINEAR, Candidate, Target
-from k3cupy.dispatch.tuning.engine import Effort
+from k3cupy.tuning.candidates import LINEAR, Candidate, Target
+from k3cupy.tuning.engine import Effort
 from k3cupy.ops import gemm_tables
 from k3cupy.runtime import devices
 from k3cupy.runtime.devices import DeviceInfo

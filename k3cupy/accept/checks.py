@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from k3cupy.call.arguments import Problem
 from k3cupy.call.choice import Choice
-from k3cupy.call.problem import Problem
 from k3cupy.runtime.dlpack import packed_strides
 from k3cupy.runtime.errors import reject
 from k3cupy.runtime.tensors import ALIGNMENT, TensorView
@@ -27,9 +27,10 @@ def check_shape(
     name: str, v: TensorView, shape: tuple[int | str, ...], note: str = "", hint: str = ""
 ) -> None:
     """Accept only a shape; a string stands for any extent and is shown in the message."""
-    fits = len(v.shape) == len(shape) and all(
-        isinstance(want, str) or want == have for want, have in zip(shape, v.shape, strict=True)
-    )
+    fits = len(v.shape) == len(shape)
+    if fits:
+        for want, have in zip(shape, v.shape, strict=True):
+            fits = fits and (isinstance(want, str) or want == have)
     if not fits:
         wanted = ", ".join(str(extent) for extent in shape)
         reject(name, f"shape [{wanted}]{note}", f"shape {list(v.shape)}", hint)
@@ -100,9 +101,12 @@ def check_rows_apart(name: str, v: TensorView) -> None:
 
 def is_packed(v: TensorView) -> bool:
     """Return whether a tensor is contiguous; an axis of one element may carry any stride."""
-    packed = packed_strides(v.shape)
-    axes = zip(v.shape, v.strides, packed, strict=True)
-    return v.size == 0 or all(extent == 1 or stride == want for extent, stride, want in axes)
+    step = 1
+    for extent, stride in zip(reversed(v.shape), reversed(v.strides), strict=True):
+        if extent != 1 and stride != step:
+            return v.size == 0
+        step *= max(extent, 1)
+    return True
 
 
 def check_packed(name: str, v: TensorView) -> None:
@@ -198,7 +202,7 @@ def check_config(config: Any, kind: type[Config]) -> Config | None:
 
 
 def told_of_slow_rows(choice: Choice, problem: Problem) -> Choice:
-    """Return a choice whose reason also says why rows are read element by element, where they are."""
+    """Return a choice whose reason also tells why rows are read element by element, if so."""
     if problem.slow_reason is None:
         return choice
     reason = f"{choice.reason}; element by element, not 128-bit, because {problem.slow_reason}"

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from k3cupy.accept import checks
-from k3cupy.call.arguments import Arguments, Values
-from k3cupy.call.problem import Output, Problem
+from k3cupy.call.arguments import Arguments, Output, Problem, Values
 from k3cupy.constants import CTYPES
 from k3cupy.kernels import fused_a_gemm, skinny_gemm
 from k3cupy.kernels.fused_a_gemm import FusedAGemmConfig
@@ -80,7 +79,7 @@ SKINNY = Limits(
     k_multiple=skinny_gemm.K_MULTIPLE,
 )
 LINEAR = replace(FUSED_A, dtype_hint="", rows_hint="", k_multiple=1, on_gpu=True)
-"""What a linear layer may give to one of the two; which K a kernel takes is for the choice to say."""
+"""What a linear layer may give to one of the two; the choice says which K a kernel takes."""
 
 INVARIANT_LINEAR = replace(LINEAR, max_tokens=None)
 """The same in batch-invariant mode, where more rows are computed in slices."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from k3cupy.accept import checks
-from k3cupy.call.problem import Problem
+from k3cupy.call.arguments import Problem
 from k3cupy.constants import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from k3cupy.runtime import streams, tensors
 from k3cupy.runtime.errors import CaptureError, reject
@@ -131,9 +131,7 @@ def slow_reason(views: Views) -> str | None:
 def reference_arrays(problem: MlaProblem, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Return a call's arrays as the CPU functions take them: an entry a token, k_pe [T, 64]."""
     count = problem.num_tokens
-    found = {
-        name: array[:count] if name in _INDICES else array for name, array in arrays.items()
-    }
+    found = {name: array[:count] if name in _INDICES else array for name, array in arrays.items()}
     found["k_pe"] = found["k_pe"].reshape(count, QK_ROPE_HEAD_DIM)
     return found
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from k3cupy.accept import checks, mla
-from k3cupy.call.arguments import Arguments, Values
-from k3cupy.call.problem import Output
+from k3cupy.call.arguments import Arguments, Output, Values
 from k3cupy.constants import DS_MLA_ROW_BYTES, KV_LORA_RANK, LATENT_DIM, QK_ROPE_HEAD_DIM
 from k3cupy.kernels.mla_decode import Variant
 from k3cupy.runtime.errors import reject
@@ -95,9 +94,7 @@ def _check_types(given: Mapping[str, Any], views: mla.Views, dtype: str, ds_mla:
         checks.check_dtype("out", views["out"], mla.FP8 if "q_scale_inv" in given else (dtype,))
 
 
-def _check_cache(
-    given: Mapping[str, Any], cache: TensorView, dtype: str, ds_mla: bool
-) -> None:
+def _check_cache(given: Mapping[str, Any], cache: TensorView, dtype: str, ds_mla: bool) -> None:
     if ds_mla:
         checks.check_dtype("kv_cache", cache, ("uint8",), "A ds_mla cache is bytes, 656 a row")
         return

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from k3cupy.accept import checks, mla
-from k3cupy.call.arguments import Arguments, Values
-from k3cupy.call.problem import Output
+from k3cupy.call.arguments import Arguments, Output, Values
 from k3cupy.constants import (
     DS_MLA_ROW_BYTES,
     LATENT_DIM,
@@ -123,8 +122,12 @@ def accept(signature: Signature, values: Values) -> mla.MlaProblem:
     num_tokens, num_heads = _check_shapes(signature, views)
     mla.check_layouts(views)
     rope = "positions" in views
-    updated = () if op not in INSERTS else ("kv_cache", "q") if rope and not signature.is_fp8 else (
-        "kv_cache",
+    updated = (
+        ()
+        if op not in INSERTS
+        else ("kv_cache", "q")
+        if rope and not signature.is_fp8
+        else ("kv_cache",)
     )
     mla.check_written(views, updated=updated, outs=signature.out_names)
     read_or_written = dict(views)
@@ -164,9 +167,7 @@ def accept(signature: Signature, values: Values) -> mla.MlaProblem:
     )
 
 
-def _check_types(
-    signature: Signature, values: Values, views: mla.Views, dtype: str
-) -> None:
+def _check_types(signature: Signature, values: Values, views: mla.Views, dtype: str) -> None:
     op, first, arguments = signature.op, signature.inputs[0], signature.arguments
     checks.check_dtype(first, views[first], ("bfloat16", "float16"))
     for name in signature.inputs:
@@ -179,7 +180,7 @@ def _check_types(
         checks.check_dtype("slot_mapping", views["slot_mapping"], mla.INDEX_TYPES)
         mla.check_rope_types(views)
     for name in arguments.scales:
-        if values[arguments.index(name)] is None:
+        if values[arguments.places[name]] is None:
             reject(name, "a scale", "None", "Pass 1.0 for an unscaled cast", TypeError)
         if name in views:
             checks.check_scale_tensor(name, views[name])

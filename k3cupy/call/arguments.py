@@ -1,10 +1,11 @@
-"""The tensor arguments of an operation: their names and order, views, numbers, and overlap."""
+"""The tensor arguments of an operation, and a validated call of them."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ class Arguments:
         names: in the order in which a call carries them.
         required: those that a call must give; any other may be None.
         scales: those that may be a number.
+        places: of the arguments among a call's values and addresses.
         probe: gives a call's addresses, signature and what must live until the memory was used.
     """
 
@@ -33,11 +35,7 @@ class Arguments:
         self.required = frozenset(required)
         self.scales = tuple(scales)
         self.probe: Probe = make_prober(self.names, self.required, self.views)
-        self._index = {name: i for i, name in enumerate(self.names)}
-
-    def index(self, name: str) -> int:
-        """Return the place of an argument among a call's values and addresses."""
-        return self._index[name]
+        self.places = {name: i for i, name in enumerate(self.names)}
 
     def views(self, values: Values) -> dict[str, TensorView]:
         """Describe the tensors among a call's values, by argument name.
@@ -62,7 +60,7 @@ class Arguments:
         return {
             name: scale_number(name, value)
             for name in self.scales
-            if tensors.is_number(value := values[self._index[name]])
+            if tensors.is_number(value := values[self.places[name]])
         }
 
 
@@ -79,42 +77,80 @@ def scale_number(name: str, value: Any) -> float:
     return rounded
 
 
+@dataclass(frozen=True)
+class Output:
+    """A tensor that a call returns: the caller's, or a new one.
+
+    Attributes:
+        argument: the name under which it may be given.
+        name: what the kernel calls it.
+        shape: of it.
+        dtype: the field's name.
+    """
+
+    argument: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A call that passed validation.
+
+    Attributes:
+        views: the tensors by argument name; the first is the input that names framework and device.
+        num_tokens: of the call; with 0 nothing is launched.
+        outputs: in the order in which they are returned.
+        updated: names of inputs that the call writes.
+        in_place: names of inputs that may be an output itself, element by element, because what
+            writes an element is what read it.
+        slow_reason: why rows are read element by element, or None.
+    """
+
+    views: dict[str, TensorView]
+    num_tokens: int
+    outputs: tuple[Output, ...]
+    updated: tuple[str, ...]
+    in_place: tuple[str, ...]
+    slow_reason: str | None
+
+    @property
+    def first(self) -> TensorView:
+        """The input that names framework and device."""
+        return next(iter(self.views.values()))
+
+
 class Overlap:
     """What only the addresses decide, checked on each call: outputs apart from inputs.
 
     Args:
         arguments: of the operation.
-        views: the tensors of a validated call.
-        written: names of the arguments that the call writes.
-        in_place: names of inputs that may be an output itself, element by element, because what
-            writes an element is what read it.
+        problem: a validated call.
     """
 
-    def __init__(
-        self,
-        arguments: Arguments,
-        views: Mapping[str, TensorView],
-        written: Iterable[str],
-        in_place: Iterable[str] = (),
-    ) -> None:
+    def __init__(self, arguments: Arguments, problem: Problem) -> None:
+        views, in_place = problem.views, problem.in_place
+        written = [*problem.updated, *[output.argument for output in problem.outputs]]
         self._arguments = arguments
-        self._names = tuple(name for name in written if name in views)
-        self._in_place = {
-            (arguments.index(target), arguments.index(name))
-            for target, name in itertools.product(self._names, in_place)
-            if name in views and _are_laid_out_alike(views[target], views[name])
-        }
-        spans = {arguments.index(name): v.span for name, v in views.items()}
+        self._names = tuple([name for name in written if name in views])
+        self._in_place: set[tuple[int, int]] = set()
         pairs = []
-        for name in self._names:
-            target = arguments.index(name)
-            span = spans.pop(target)  # a pair is looked at once, from its first member
-            pairs.append((target, span, tuple(spans.items())))
+        if self._names:
+            for target, name in itertools.product(self._names, in_place):
+                if name in views and _are_laid_out_alike(views[target], views[name]):
+                    self._in_place.add((arguments.places[target], arguments.places[name]))
+            spans = {arguments.places[name]: v.span for name, v in views.items()}
+            for name in self._names:
+                place = arguments.places[name]
+                span = spans.pop(place)  # a pair is looked at once, from its first member
+                pairs.append((place, span, tuple(spans.items())))
         self._written = tuple(pairs)
 
-    def __bool__(self) -> bool:
-        """Whether there is anything to check."""
-        return bool(self._written)
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to check."""
+        return not self._written
 
     def check(self, values: Values, addresses: list[int]) -> None:
         """Refuse an output that shares memory with another argument, but for one that may be it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from k3cupy.runtime.instances import Instance
 
 POINTER, MAP = "pointer", "map"
-_MAKERS: Mapping[str, Callable[[int], Any]] = {
+MAKERS: Mapping[str, Callable[[int], Any]] = {
     POINTER: int,
     MAP: int,
     "u32": np.uint32,
@@ -22,55 +22,28 @@ _MAKERS: Mapping[str, Callable[[int], Any]] = {
 """By type, what makes an argument of a number; cuda-core takes Python's integers as 64 bits."""
 
 
-class Parameters(Mapping[str, str]):
-    """The parameters of a kernel, name -> type, in the order of its ``.cu``.
+class Parameters:
+    """The parameters of a kernel, in the order of its ``.cu``.
 
     The order is that of first use in the kernel: arguments are read from memory in lines of 64
     bytes, cold at each launch. A type is ``pointer``, ``map`` (a tensor map), ``u32``, ``i64``,
     ``f32``, or ``stride``: bytes, 32 bits wide in the kernel for aligned rows and 64 in the other.
 
+    Attributes:
+        types: name -> type.
+        places: name -> place.
+
     Example:
-        >>> list(Parameters("u32 n, k; pointer x"))
-        ['n', 'k', 'x']
+        >>> Parameters("u32 n, k; pointer x").types
+        {'n': 'u32', 'k': 'u32', 'x': 'pointer'}
     """
 
     def __init__(self, text: str) -> None:
-        self._types: dict[str, str] = {}
+        self.types: dict[str, str] = {}
         for group in text.split(";"):
             kind, _, names = group.strip().partition(" ")
-            self._types |= dict.fromkeys(map(str.strip, names.split(",")), kind)
-        self._places = {name: place for place, name in enumerate(self._types)}
-
-    def __getitem__(self, name: str) -> str:
-        """Return the type of a parameter."""
-        return self._types[name]
-
-    def __iter__(self) -> Iterator[str]:
-        """Go through the names in order."""
-        return iter(self._types)
-
-    def __len__(self) -> int:
-        """Return the number of parameters."""
-        return len(self._types)
-
-    def place(self, name: str) -> int:
-        """Return the place of a parameter."""
-        return self._places[name]
-
-    def arguments(self, values: Mapping[str, Any], *, strides_are_64_bit: bool) -> list[Any]:
-        """Return typed arguments in order; 0 for what has no value, and for pointers, which follow.
-
-        Raises:
-            KeyError: a value is of no parameter.
-        """
-        unknown = values.keys() - self._types.keys()
-        if unknown:
-            raise KeyError(f"no parameters: {', '.join(sorted(unknown))}")
-        stride = "wide i64" if strides_are_64_bit else "u32"
-        return [
-            _MAKERS[stride if kind == "stride" else kind](values.get(name, 0))
-            for name, kind in self._types.items()
-        ]
+            self.types |= dict.fromkeys(map(str.strip, names.split(",")), kind)
+        self.places = {name: place for place, name in enumerate(self.types)}
 
 
 @dataclass(frozen=True)

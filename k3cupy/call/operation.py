@@ -11,12 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from k3cupy.call.arguments import Arguments, Values
+from k3cupy.call.arguments import Arguments, Problem, Values
 from k3cupy.call.choice import Choice
 from k3cupy.call.launch import Launch
-from k3cupy.call.plans import CudaPlan, Plan, PlanCache, Reference, ReferencePlan, Verify
-from k3cupy.call.problem import Problem
-from k3cupy.call.stamp import stamp
+from k3cupy.call.plans import CudaPlan, Plan, PlanCache, Reference, ReferencePlan, Verify, stamp
 from k3cupy.runtime import devices, env
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.instances import Instance
@@ -84,7 +82,8 @@ class Operation:
 
     def plan_of(self, problem: Problem, choice: Choice, stream: Any) -> Plan:
         """Prepare a validated call for which the choice was made."""
-        verify = self.verify if env.check_enabled() else None
+        checks = env.CHECK in env.values and env.check_enabled()
+        verify = self.verify if checks else None
         if choice.runs_on == "cpu":
             return ReferencePlan(self.arguments, problem, self.reference, verify)
         launches: Sequence[Launch] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -40,7 +41,7 @@ def allocator(framework: str, shape: tuple[int, ...], dtype: str, device: int | 
         torch = sys.modules["torch"]
         place = torch.device("cpu" if device is None else f"cuda:{device}")
         kind = getattr(torch, dtype)
-        return lambda: torch.empty(shape, dtype=kind, device=place)
+        return functools.partial(torch.empty, shape, dtype=kind, device=place)
     if device is None:
         return lambda: np.empty(shape, np.dtype(dtype))
     cupy = toolchain.cupy()

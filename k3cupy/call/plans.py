@@ -1,4 +1,4 @@
-"""Plans: a validated call with its launches, ready to repeat; one for a GPU, one for a CPU."""
+"""Plans: a validated call with its launches, ready to repeat; what they are kept by, the stamp."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ import ml_dtypes  # noqa: F401  registers bfloat16 and float8 with NumPy
 import numpy as np
 
 from k3cupy.call import outputs
-from k3cupy.call.arguments import Arguments, Overlap, Values, scale_number
-from k3cupy.call.launch import Launch
-from k3cupy.call.problem import Problem
-from k3cupy.runtime import instances, launch, streams, tensors
+from k3cupy.call.arguments import Arguments, Overlap, Problem, Values, scale_number
+from k3cupy.call.launch import MAKERS, Launch
+from k3cupy.runtime import env, instances, launch, sources, streams, tensors
 from k3cupy.runtime.errors import CaptureError
 from k3cupy.runtime.tensors import TensorView
 
-Verify = Callable[[Problem, Mapping[str, TensorView], int | None], None]
+Verify = Callable[[Any, Mapping[str, TensorView], int | None], None]
 """Looks at a call's values on its stream (None: on the CPU), and raises where one is wrong."""
 
-Reference = Callable[[Problem, dict[str, Any]], None]
+Reference = Callable[[Any, dict[str, Any]], None]
 """Computes a call on NumPy arrays and numbers by argument name, outputs among them."""
 
 
@@ -31,8 +30,37 @@ class Plan(Protocol):
         """Compute a call; values and addresses are in the order of the operation's arguments."""
 
 
+# --- What a cached plan must agree on beside its call: tables, modes, edited sources ---
+
+_tables = 0
+_overrides, _values = sources.override, env.values
+_SOURCE_DIR, _CHECK = env.SOURCE_DIR, env.CHECK
+
+
+def stamp(names: tuple[str, ...]) -> Any:
+    """Return what plans must agree on; it runs on every call.
+
+    Args:
+        names: the CUDA sources of an operation.
+    """
+    if _overrides.get() is None and _SOURCE_DIR not in _values and _CHECK not in _values:
+        return _tables
+    return _tables, env.check_enabled(), tuple(map(sources.epoch, names))
+
+
+def tables_changed() -> None:
+    """Let no plan of before fit any more: what is known of times has changed."""
+    global _tables
+    _tables += 1
+
+
+def tables() -> int:
+    """Return a number that changes when what is known of times does."""
+    return _tables
+
+
 class PlanCache:
-    """Plans by the signature of their calls, bounded; ``get(key)`` is a dictionary's own look-up."""
+    """Plans by the signature of their calls, bounded; ``get`` is a dictionary's own look-up."""
 
     def __init__(self, limit: int = 4096) -> None:
         self._plans: dict[Any, Any] = {}
@@ -68,11 +96,11 @@ class ReferencePlan:
         """
         self._arguments, self._problem = arguments, problem
         self._reference, self._verify = reference, verify
-        self._overlap = Overlap(arguments, problem.views, problem.written, problem.in_place)
+        self._overlap = Overlap(arguments, problem)
         framework = problem.first.framework
         self._made = tuple(
             (
-                arguments.index(output.argument),
+                arguments.places[output.argument],
                 outputs.allocator(framework, output.shape, output.dtype, None),
             )
             for output in problem.outputs
@@ -94,7 +122,7 @@ class ReferencePlan:
         made = {index for index, _ in self._made}
         found = []
         for output in problem.outputs:
-            index = arguments.index(output.argument)
+            index = arguments.places[output.argument]
             out = every[index]
             found.append(outputs.finish(framework, out, output.dtype) if index in made else out)
         return _result(found)
@@ -138,36 +166,45 @@ class CudaPlan:
         """
         first = problem.first
         self._arguments, self._problem, self._verify = arguments, problem, verify
-        overlap = Overlap(arguments, problem.views, problem.written, problem.in_place)
-        self._check_overlap = overlap.check if overlap else None
+        overlap = Overlap(arguments, problem)
+        self._check_overlap = None if overlap.is_empty else overlap.check
         self._device, self._framework = first.device_index, first.framework
-        torch_is_there = any(v.framework == "torch" for v in problem.views.values())
-        stream_framework = "torch" if torch_is_there else "cupy"
+        frameworks = [v.framework for v in problem.views.values()]
+        stream_framework = "torch" if "torch" in frameworks else "cupy"
         self._current_stream = streams.current_of(stream_framework, self._device)
         self._allocates_in_order = self._framework == stream_framework
         self._address_of = outputs.address_of(self._framework)
-        self._outputs = tuple(arguments.index(output.argument) for output in problem.outputs)
-        self._given = tuple(output.argument in problem.views for output in problem.outputs)
-        self._allocators = tuple(
-            outputs.allocator(self._framework, output.shape, output.dtype, self._device)
-            for output in problem.outputs
+        self._outputs = tuple(
+            [
+                (
+                    arguments.places[output.argument],
+                    output.argument in problem.views,
+                    outputs.allocator(self._framework, output.shape, output.dtype, self._device),
+                )
+                for output in problem.outputs
+            ]
         )
-        self._launches = tuple(self._prepared(each, pdl, stream) for each in launches)
+        self._launches = tuple([self._prepared(each, pdl, stream) for each in launches])
 
     def _prepared(self, launched: Launch, pdl: bool, stream: Any) -> _Prepared:
         loaded = self._load(launched.instance, stream)
         if launched.shared_bytes:
             loaded.allow_shared_memory(launched.shared_bytes)
-        place, index = launched.parameters.place, self._arguments.index
-        template = launched.parameters.arguments(
-            launched.values, strides_are_64_bit=launched.strides_are_64_bit
-        )
-        addresses = launched.addresses.items()
+        parameters, places = launched.parameters, self._arguments.places
+        at = parameters.places
+        unknown = launched.values.keys() - at.keys()
+        if unknown:
+            raise KeyError(f"{launched.instance} has no parameters {', '.join(sorted(unknown))}")
+        stride = "wide i64" if launched.strides_are_64_bit else "u32"
+        template = [
+            MAKERS[stride if kind == "stride" else kind](launched.values.get(name, 0))
+            for name, kind in parameters.types.items()
+        ]
         return (
             template,
-            tuple((place(p), index(a), offset) for p, (a, offset) in addresses),
-            tuple((place(p), index(a), a) for p, a in launched.numbers.items()),
-            tuple((place(p), make) for p, make in launched.maps.items()),
+            tuple([(at[p], places[a], offset) for p, (a, offset) in launched.addresses.items()]),
+            tuple([(at[p], places[a], a) for p, a in launched.numbers.items()]),
+            tuple([(at[p], make) for p, make in launched.maps.items()]),
             launch.make_launcher(
                 self._device,
                 loaded.kernel,
@@ -200,9 +237,7 @@ class CudaPlan:
             self._verify(self._problem, self._arguments.views(values), handle)
         outs = []
         in_order = stream is None and self._allocates_in_order
-        for index, given, allocate in zip(
-            self._outputs, self._given, self._allocators, strict=False
-        ):
+        for index, given, allocate in self._outputs:
             if given:
                 out = values[index]
             else:
@@ -236,8 +271,8 @@ class CudaPlan:
         with streams.current_for_cupy(handle, self._device):
             return [
                 out if given else outputs.finish(self._framework, out, output.dtype)
-                for out, given, output in zip(
-                    outs, self._given, self._problem.outputs, strict=True
+                for out, (_, given, _), output in zip(
+                    outs, self._outputs, self._problem.outputs, strict=True
                 )
             ]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, cast
 
 from k3cupy.runtime import producers, streams
 from k3cupy.runtime.tensors import ALIGNMENT
@@ -35,15 +35,14 @@ def make_prober(
         addresses, signature, owners = producers.probe_all(values, handle)
         return addresses, tuple(signature), owners
 
-    scope = {
+    scope: dict[str, Any] = {
         "any_producer": any_producer,
         "describe": describe,
         "torch_types": producers.torch_types,
         "modules": sys.modules,
     }
     exec(compile(_code(names, required), "<k3cupy prober>", "exec"), scope)
-    prober: Probe = scope["probe"]
-    return prober
+    return cast(Probe, scope["probe"])
 
 
 def _code(names: Sequence[str], required: Collection[str]) -> str:
@@ -95,6 +94,5 @@ def _code(names: Sequence[str], required: Collection[str]) -> str:
 
 def _layout(name: str) -> str:
     return (
-        f"{name}.shape, {name}.stride(), {name}.dtype, {name}.get_device(), "
-        f"at_{name} % {ALIGNMENT}"
+        f"{name}.shape, {name}.stride(), {name}.dtype, {name}.get_device(), at_{name} % {ALIGNMENT}"
     )

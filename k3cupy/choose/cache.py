@@ -21,7 +21,7 @@ from typing import Any
 import platformdirs
 
 from k3cupy.call.choice import USER
-from k3cupy.call.stamp import tables_changed
+from k3cupy.call.plans import tables_changed
 from k3cupy.choose.table import (
     SCHEMA,
     Entry,

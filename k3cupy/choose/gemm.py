@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from k3cupy.call.choice import LINEAR, PUBLIC, RULE, Choice
-from k3cupy.call.stamp import tables as tables_state
+from k3cupy.call.plans import tables as tables_state
 from k3cupy.choose import fused_a_gemm as fused_a_model
 from k3cupy.choose import skinny_gemm as skinny_model
 from k3cupy.choose.table import GEMM, Entry, Table, tables_of, why_unknown
@@ -211,9 +211,7 @@ def _known(
     return None
 
 
-def _published(
-    entry: Entry, k: int, num_tokens: int, gpu: DeviceInfo, told: str
-) -> Choice:
+def _published(entry: Entry, k: int, num_tokens: int, gpu: DeviceInfo, told: str) -> Choice:
     """Return what others found to be the fastest, by a configuration of ours where it has none."""
     told = f"public figures for {gpu.arch}, not measured by us, name {{}} at M = {entry.size}{told}"
     if entry.kernel == LINEAR:
@@ -281,9 +279,7 @@ def invariant_config(
 # --- By rule -------------------------------------------------------------------------------------
 
 
-def _by_rule(
-    kernels: Sequence[str], n: int, k: int, num_tokens: int, gpu: DeviceInfo
-) -> Choice:
+def _by_rule(kernels: Sequence[str], n: int, k: int, num_tokens: int, gpu: DeviceInfo) -> Choice:
     """Return the rule's answer for a product that nobody measured on such a GPU."""
     if LINEAR not in kernels:
         config, why = _modelled(kernels[0], n, k, num_tokens, gpu)
@@ -322,9 +318,7 @@ def _modelled(
 # --- To be measured ------------------------------------------------------------------------------
 
 
-def candidates(
-    kernel: str, n: int, k: int, num_tokens: int, gpu: DeviceInfo
-) -> tuple[Any, ...]:
+def candidates(kernel: str, n: int, k: int, num_tokens: int, gpu: DeviceInfo) -> tuple[Any, ...]:
     """Return the configurations of a kernel that are worth measuring; none where it cannot run."""
     if why_not(kernel, k, num_tokens) is not None:
         return ()

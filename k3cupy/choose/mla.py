@@ -50,9 +50,7 @@ def choose_decode(
     if not variant.vector:
         return _one(MLA_DECODE, mla_decode.UNTUNED)
     found = _measured(MLA_DECODE, variant.kind, num_tokens * (num_heads + 1), gpu)
-    return found or Choice(
-        MLA_DECODE, mla_decode.UNTUNED, f"no measured table has {variant.kind}"
-    )
+    return found or Choice(MLA_DECODE, mla_decode.UNTUNED, f"no measured table has {variant.kind}")
 
 
 def choose_prefill(

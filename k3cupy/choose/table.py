@@ -23,7 +23,7 @@ from importlib import resources
 from typing import Any
 
 from k3cupy.call.choice import LINEAR, PUBLIC, SHIPPED, USER
-from k3cupy.call.stamp import tables as tables_state
+from k3cupy.call.plans import tables as tables_state
 from k3cupy.kernels import fused_a_gemm, mla_decode, mla_prefill, skinny_gemm
 from k3cupy.runtime import sources
 from k3cupy.runtime.devices import DeviceInfo
@@ -94,7 +94,9 @@ class Entry:
         found: dict[str, Any] = {"size": self.size}
         if self.times:
             found["us"] = {
-                kernel: times[None] if kernel == LINEAR else {key_of(c): us for c, us in times.items()}
+                kernel: times[None]
+                if kernel == LINEAR
+                else {key_of(c): us for c, us in times.items()}
                 for kernel, times in self.times.items()
             }
             if self.us != min(us for times in self.times.values() for us in times.values()):
@@ -179,9 +181,7 @@ def _values(kind: Any, key: str) -> list[Any]:
     if len(parts) > len(fields):
         raise ValueError(f"expected at most {len(fields)} numbers, got {len(parts)}")
     readers: Mapping[Any, Callable[[str], Any]] = {"bool": _flag, "str": str}
-    return [
-        readers.get(field.type, int)(part) for part, field in zip(parts, fields, strict=False)
-    ]
+    return [readers.get(field.type, int)(part) for part, field in zip(parts, fields, strict=False)]
 
 
 def _flag(text: str) -> bool:
@@ -313,7 +313,9 @@ def table_text(header: Mapping[str, Any], entries: Iterable[Entry]) -> str:
     problems: dict[str, list[str]] = {}
     for entry in sorted(entries, key=lambda e: (_numbers_first(e.problem), e.size)):
         problems.setdefault(entry.problem, []).append(f"   {json.dumps(entry.fields())}")
-    rows = [f"  {json.dumps(name)}: [\n" + ",\n".join(of) + "\n  ]" for name, of in problems.items()]
+    rows = [
+        f"  {json.dumps(name)}: [\n" + ",\n".join(of) + "\n  ]" for name, of in problems.items()
+    ]
     return "\n".join(["{", *lines, ' "problems": {', ",\n".join(rows), " }", "}", ""])
 
 
@@ -371,9 +373,7 @@ def tables_of(family: str, gpu: DeviceInfo) -> tuple[Table, ...]:
 
 def measured_elsewhere(family: str, gpu: DeviceInfo) -> tuple[Table, ...]:
     """Return the shipped measurements of other GPUs."""
-    return tuple(
-        t for t in shipped(family) if t.origin == SHIPPED and t.header["gpu"] != gpu.name
-    )
+    return tuple(t for t in shipped(family) if t.origin == SHIPPED and t.header["gpu"] != gpu.name)
 
 
 def why_unknown(family: str, what: str, gpu: DeviceInfo) -> str:

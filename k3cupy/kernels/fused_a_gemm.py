@@ -8,7 +8,7 @@ from typing import Any
 from k3cupy.call.launch import Launch, Parameters
 from k3cupy.runtime import tensor_maps
 from k3cupy.runtime.devices import DeviceInfo
-from k3cupy.runtime.instances import Instance, template_flag
+from k3cupy.runtime.instances import TEMPLATE_FLAGS, Instance
 from k3cupy.runtime.tensor_maps import Box
 from k3cupy.runtime.tensors import byte_stride, row_stride
 
@@ -31,8 +31,8 @@ K_MULTIPLE = 16
 """K is a multiple of this: one step of the tensor cores."""
 
 WARP, WARPGROUP, WARPGROUP_TOKENS = "warp", "warpgroup", "warpgroup_tokens"
-"""Products: of a warp (``mma``); of a warpgroup (``wgmma``), whose wide side is rows of the weight, or
-tokens."""
+"""Products: of a warp (``mma``); of a warpgroup (``wgmma``), whose wide side is rows of the weight,
+or tokens."""
 
 _WARP_ROWS, _MMA_TOKENS, _MMA_K = 16, 8, 16
 _WIDE, _NARROW_SIDES = 64, range(16, 129, 8)
@@ -248,7 +248,7 @@ class FusedAGemmConfig:
         mapped = self.mapped_x and variant.aligned_x
         if not mapped:
             flags = [variant.packed, variant.aligned_x, *flags]
-        arguments = [*map(str, template), *map(template_flag, flags)]
+        arguments = [*map(str, template), *[TEMPLATE_FLAGS[flag] for flag in flags]]
         return f"k3cupy::fused_a_gemm{'_mapped_x' if mapped else ''}<{', '.join(arguments)}>"
 
     def instance(self, variant: Variant) -> Instance:

@@ -8,7 +8,7 @@ from typing import Any
 from k3cupy.call.launch import Launch, Parameters
 from k3cupy.constants import CHUNK_ELEMENTS, CTYPES, KV_LORA_RANK, LATENT_DIM
 from k3cupy.kernels.cache_rows import cache_values, rope_values
-from k3cupy.runtime.instances import Instance, template_flag
+from k3cupy.runtime.instances import TEMPLATE_FLAGS, Instance
 from k3cupy.runtime.launch import divisor_constants
 from k3cupy.runtime.tensors import byte_stride
 
@@ -118,9 +118,9 @@ class MlaDecodeConfig:
         flags = [variant.rope, variant.kv_inputs_ready, variant.vector]
         arguments = [
             CTYPES[variant.dtype],
-            template_flag(variant.query_fp8),
+            TEMPLATE_FLAGS[variant.query_fp8],
             f"k3cupy::CacheFormat::{_CACHE_FORMATS[variant.cache]}",
-            *(template_flag(flag) for flag in flags),
+            *(TEMPLATE_FLAGS[flag] for flag in flags),
             *(str(n) for n in (self.split, self.block_size, self.chunks_per_thread)),
         ]
         return f"k3cupy::mla_decode_epilogue<{', '.join(arguments)}>"

@@ -8,7 +8,7 @@ from typing import Any
 from k3cupy.call.launch import Launch, Parameters
 from k3cupy.constants import CTYPES
 from k3cupy.kernels.cache_rows import cache_values, rope_values
-from k3cupy.runtime.instances import Instance, template_flag
+from k3cupy.runtime.instances import TEMPLATE_FLAGS, Instance
 from k3cupy.runtime.launch import divisor_constants
 from k3cupy.runtime.tensors import byte_stride
 
@@ -166,9 +166,7 @@ class MlaPrefillConfig:
         """Return the threads of a block."""
         return self.tasks_per_block * variant.threads_of_a_task
 
-    def grid(
-        self, variant: Variant, num_tokens: int, num_heads: int, num_sms: int
-    ) -> Grid:
+    def grid(self, variant: Variant, num_tokens: int, num_heads: int, num_sms: int) -> Grid:
         """Return the numbers of a launch.
 
         Many tokens are spread over two cache blocks a multiprocessor; a block reads every later
@@ -197,11 +195,11 @@ class MlaPrefillConfig:
         if variant.op in _CACHE_FORMATS:
             arguments.append(f"k3cupy::CacheFormat::{_CACHE_FORMATS[variant.op]}")
         if variant.op in INSERTS:
-            arguments.append(template_flag(variant.rope))
+            arguments.append(TEMPLATE_FLAGS[variant.rope])
         if variant.op == KV_CONCAT_QUANT:
-            arguments.append(template_flag(variant.k_pe_fp8))
+            arguments.append(TEMPLATE_FLAGS[variant.k_pe_fp8])
         arguments += [
-            template_flag(variant.vector),
+            TEMPLATE_FLAGS[variant.vector],
             str(self.tasks_per_block),
             str(self.heads_per_task),
         ]
@@ -237,6 +235,7 @@ def launches(problem: Any, config: MlaPrefillConfig, num_sms: int) -> list[Launc
     views, variant = problem.views, problem.variant
     grid = config.grid(variant, problem.num_tokens, problem.num_heads, num_sms)
     parameters = PARAMETERS[FUNCTIONS[variant.op]]
+    names = parameters.types
     magic, shift = divisor_constants(grid.groups)
     values: dict[str, Any] = {
         "num_tasks": grid.num_tasks,
@@ -247,7 +246,7 @@ def launches(problem: Any, config: MlaPrefillConfig, num_sms: int) -> list[Launc
         "k_pe_stride": byte_stride(views["k_pe"], 0),
     }
     for name in ("q", "k_nope", "v"):
-        if f"{name}_token_stride" in parameters:
+        if f"{name}_token_stride" in names:
             values[f"{name}_token_stride"] = byte_stride(views[name], 0)
             values[f"{name}_head_stride"] = byte_stride(views[name], 1)
     if variant.op in INSERTS:
@@ -258,7 +257,7 @@ def launches(problem: Any, config: MlaPrefillConfig, num_sms: int) -> list[Launc
             **cache_values(problem, problem.num_tokens),
             **rope_values(problem),
         }
-    scales = [name for name in parameters if name.endswith("_scale_inv")]
+    scales = [name for name in names if name.endswith("_scale_inv")]
     values |= dict.fromkeys((name.replace("_inv", "_value") for name in scales), 1)
     outputs = {output.name: (output.argument, 0) for output in problem.outputs}
     return [
@@ -266,10 +265,8 @@ def launches(problem: Any, config: MlaPrefillConfig, num_sms: int) -> list[Launc
             instance=instance_of(problem, config),
             parameters=parameters,
             values=values,
-            addresses={name: (name, 0) for name in views if name in parameters} | outputs,
-            numbers={
-                name.replace("_inv", "_value"): name for name in scales if name not in views
-            },
+            addresses={name: (name, 0) for name in views if name in names} | outputs,
+            numbers={name.replace("_inv", "_value"): name for name in scales if name not in views},
             grid=grid.row_blocks + grid.cache_blocks,
             block=config.threads(variant),
             strides_are_64_bit=not variant.vector,

@@ -8,7 +8,7 @@ from typing import Any
 from k3cupy.call.launch import Launch, Parameters
 from k3cupy.constants import CTYPES
 from k3cupy.runtime.devices import DeviceInfo
-from k3cupy.runtime.instances import Instance, template_flag
+from k3cupy.runtime.instances import TEMPLATE_FLAGS, Instance
 from k3cupy.runtime.tensors import row_stride
 
 KERNEL, SOURCE = "skinny", "skinny_gemm.cu"
@@ -129,7 +129,7 @@ class SkinnyGemmConfig:
             CTYPES[variant.dtype],
             *map(str, astuple(self)),
             str(self.blocks_per_sm if variant.aligned_x else 1),
-            *map(template_flag, flags),
+            *[TEMPLATE_FLAGS[flag] for flag in flags],
         ]
         return f"k3cupy::skinny_gemm<{', '.join(arguments)}>"
 

@@ -89,7 +89,5 @@ def resolved(batch_invariant: Any) -> bool:
             return False  # the everyday case, without another call
         return env.batch_invariant() if found is None else found
     if not isinstance(batch_invariant, bool):
-        reject(
-            "batch_invariant", "None, True or False", repr(batch_invariant), error=TypeError
-        )
+        reject("batch_invariant", "None, True or False", repr(batch_invariant), error=TypeError)
     return batch_invariant

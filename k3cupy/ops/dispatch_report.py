@@ -96,7 +96,9 @@ class DispatchReport:
         return "\n".join(lines)
 
 
-_counters: dict[tuple[Choice, int, int, int], Counter] = {}
+counters: dict[tuple[Choice, int, int, int], Counter] = {}
+"""By choice, n, k and number of tokens."""
+
 _lock = threading.Lock()
 
 
@@ -104,10 +106,10 @@ def counter_of(choice: Choice, n: int, k: int, num_tokens: int) -> Counter:
     """Return the counter of a choice for a product; one that is new is logged at debug level."""
     key = choice, n, k, min(num_tokens, _MANY)
     with _lock:
-        counter = _counters.get(key)
+        counter = counters.get(key)
         if counter is not None:
             return counter
-        counter = _counters[key] = Counter()
+        counter = counters[key] = Counter()
     logger.debug("%d x %d, M = %s: %s", n, k, ReportRow(*key, calls=0).tokens, choice)
     return counter
 
@@ -127,7 +129,7 @@ def dispatch_report() -> DispatchReport:
         0 of 1 calls ran a kernel of k3cupy
     """
     with _lock:
-        found = [ReportRow(*key, calls=c.calls) for key, c in _counters.items() if c.calls]
+        found = [ReportRow(*key, calls=c.calls) for key, c in counters.items() if c.calls]
     found.sort(key=lambda row: (row.n, row.k, row.num_tokens))
     return DispatchReport(tuple(found))
 
@@ -142,5 +144,5 @@ def reset_dispatch_report() -> None:
         0
     """
     with _lock:
-        for counter in _counters.values():
+        for counter in counters.values():
             counter.calls = 0

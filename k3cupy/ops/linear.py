@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from k3cupy.accept import checks, gemm
@@ -11,12 +10,11 @@ from k3cupy.call.arguments import Values
 from k3cupy.call.choice import LINEAR as FRAMEWORK
 from k3cupy.call.choice import Choice
 from k3cupy.call.operation import Operation
-from k3cupy.call.plans import Plan, PlanCache
-from k3cupy.call.stamp import stamp
+from k3cupy.call.plans import Plan, PlanCache, stamp
 from k3cupy.choose.gemm import ALL, FUSED_A, NOT_INVARIANT, SKINNY, choose
 from k3cupy.kernels.fused_a_gemm import why_not_mapped
 from k3cupy.ops import batch_invariance, framework_linear, fused_a_gemm, skinny_gemm
-from k3cupy.ops.dispatch_report import Counter, counter_of
+from k3cupy.ops.dispatch_report import Counter, counter_of, counters
 from k3cupy.runtime import devices, producers
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import CaptureError, ToolchainError, reject
@@ -238,7 +236,7 @@ def _make_route(
     values: Values, batch_invariant: bool, weight_is_static: bool, stream: Any
 ) -> _Route:
     problem, choice = _decide(values, batch_invariant, weight_is_static)
-    if problem is None or choice.is_fallback:
+    if problem is None or choice.kernel == FRAMEWORK:
         return _counter_of(choice, values), None
     try:
         plan = _OPERATIONS[choice.kernel].plan_of(problem, choice, stream)
@@ -282,7 +280,7 @@ def _decide(
         batch_invariant=batch_invariant,
         why_not_mapped=why_not_mapped(problem, slice(0, problem.num_tokens)),
     )
-    if choice.is_fallback:
+    if choice.kernel == FRAMEWORK:
         return problem, choice
     return problem, _OPERATIONS[choice.kernel].complete(problem, choice, gpu.has_pdl)
 
@@ -292,6 +290,9 @@ def _fallback(reason: str, batch_invariant: bool) -> Choice:
 
 
 def _counter_of(choice: Choice, values: Values) -> Counter:
-    x, weight = (getattr(value, "shape", ()) for value in values[:2])
+    x: Any = getattr(values[0], "shape", ())
+    weight: Any = getattr(values[1], "shape", ())
     num_tokens, k = x if len(x) == 2 else (0, 0)
-    return counter_of(choice, weight[0] if len(weight) == 2 else 0, k, num_tokens)
+    n = weight[0] if len(weight) == 2 else 0
+    known = counters.get((choice, n, k, num_tokens))
+    return counter_of(choice, n, k, num_tokens) if known is None else known

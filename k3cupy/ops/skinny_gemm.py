@@ -132,9 +132,7 @@ def _launches(problem: GemmProblem, choice: Choice, _gpu: DeviceInfo) -> list[La
 
 
 def _compute(problem: GemmProblem, arrays: dict[str, Any]) -> None:
-    skinny_gemm_reference(
-        arrays["x"], arrays["weight"], arrays["out"], arrays.get(gemm.RESIDUAL)
-    )
+    skinny_gemm_reference(arrays["x"], arrays["weight"], arrays["out"], arrays.get(gemm.RESIDUAL))
 
 
 OPERATION = Operation(

@@ -39,9 +39,8 @@ class Instance:
     own_arch: bool = False
 
 
-def template_flag(value: bool) -> str:
-    """Return a bool as an argument of a template."""
-    return "true" if value else "false"
+TEMPLATE_FLAGS = {False: "false", True: "true"}
+"""A bool as an argument of a template."""
 
 
 @dataclass(frozen=True)

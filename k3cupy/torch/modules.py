@@ -10,14 +10,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from k3cupy.dispatch import mode, plans
-from k3cupy.dispatch.warmup import warmup_low_latency_gemm
-from k3cupy.integrations.linear_report import FRAMEWORK, LayerReport, LinearReport, Span, spans
-from k3cupy.ops import checks
-from k3cupy.ops.fused_a_gemm_config import MAX_TOKENS
-from k3cupy.ops.gemm_warmup import tokens_of
+from k3cupy.accept import checks
+from k3cupy.choose.gemm import ALL, choose
+from k3cupy.kernels.fused_a_gemm import MAX_TOKENS
+from k3cupy.ops import batch_invariance
+from k3cupy.ops.warmup import tokens_of
+from k3cupy.ops.warmup import warmup as compile_for
 from k3cupy.runtime import devices
 from k3cupy.runtime.devices import DeviceInfo
+from k3cupy.runtime.errors import reject
+from k3cupy.torch.linear_report import FRAMEWORK, LayerReport, LinearReport, Span, spans
 
 if TYPE_CHECKING:
     from torch import nn
@@ -70,9 +72,9 @@ def enable_low_latency_gemm(
     _check_module(module)
     checks.check_flags(warmup=warmup)
     counts = tuple(sorted(set(tokens_of(tokens, MAX_TOKENS))))
-    from k3cupy.integrations import torch_linear
+    from k3cupy.torch import torch_linear
 
-    invariant = mode.resolved(batch_invariant)
+    invariant = batch_invariance.resolved(batch_invariant)
     layers = [
         (layer, _look_at(name, layer, counts, invariant))
         for name, layer in torch_linear.linear_layers(module)
@@ -107,7 +109,7 @@ def disable_low_latency_gemm(module: nn.Module) -> int:
         (1, 'Linear')
     """
     _check_module(module)
-    from k3cupy.integrations import torch_linear
+    from k3cupy.torch import torch_linear
 
     return sum(map(torch_linear.exchange_back, module.modules()))
 
@@ -118,12 +120,12 @@ _ON_CPU = "on the CPU: framework linear until it moves to a GPU"
 def _check_module(module: Any) -> None:
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(module, torch.nn.Module):
-        checks.reject("module", "a torch.nn.Module", type(module).__name__, error=TypeError)
+        reject("module", "a torch.nn.Module", type(module).__name__, error=TypeError)
 
 
 def _look_at(name: str, layer: nn.Module, tokens: Sequence[int], invariant: bool) -> LayerReport:
     """Report on a layer as it will be, changing nothing."""
-    from k3cupy.integrations import torch_linear
+    from k3cupy.torch import torch_linear
 
     weight = torch_linear.weight_of(layer)
     row = LayerReport(
@@ -153,9 +155,12 @@ def plan_of(
         batch_invariant: whether that mode holds.
     """
     n, k = shape
-    found = [plans.plan(n, k, count, device, batch_invariant=batch_invariant) for count in tokens]
-    kernels = [(d.num_tokens, FRAMEWORK if d.is_fallback else d.backend) for d in found]
-    reason = found[0].reason if all(d.is_fallback for d in found) else ""
+    found = [choose(ALL, n, k, m, device, batch_invariant=batch_invariant) for m in tokens]
+    kernels = [
+        (count, FRAMEWORK if choice.is_fallback else choice.kernel)
+        for count, choice in zip(tokens, found, strict=True)
+    ]
+    reason = found[0].reason if all(choice.is_fallback for choice in found) else ""
     return spans(kernels), reason
 
 
@@ -173,11 +178,12 @@ def warm_up(layers: Sequence[LayerReport], tokens: Sequence[int], batch_invarian
             device = int(row.device.removeprefix("cuda:"))
             shapes.setdefault(device, {})[row.shape] = None
     for device, found in shapes.items():
-        for static in (True, False):
-            warmup_low_latency_gemm(
-                tuple(found),
-                tokens,
-                device=device,
-                batch_invariant=batch_invariant,
-                weight_is_static=static,
-            )
+        compile_for(
+            "low_latency_linear",
+            device=device,
+            progress=False,
+            shapes=tuple(found),
+            tokens=tokens,
+            weight_is_static=(True, False),
+            batch_invariant=batch_invariant,
+        )

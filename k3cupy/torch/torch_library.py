@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k3cupy.dispatch import linear
-from k3cupy.ops import checks
+from k3cupy.ops import linear
+from k3cupy.runtime.errors import reject
 
 
 def linear_of_any_rank(
@@ -44,7 +44,7 @@ def linear_of_any_rank(
     else:
         shape = (*x.shape[:-1], weight.shape[0])
         if residual is not None and residual.shape != shape:
-            checks.reject("residual", f"shape {list(shape)}", f"shape {list(residual.shape)}")
+            reject("residual", f"shape {list(shape)}", f"shape {list(residual.shape)}")
         out = linear.low_latency_linear(
             _as_rows(x),
             weight,

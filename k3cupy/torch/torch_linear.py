@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from k3cupy.integrations.torch_library import linear_of_any_rank
+from k3cupy.torch.torch_library import linear_of_any_rank
 
 _PLAIN = (Tensor, nn.Parameter)
 """Classes whose data is what it looks like: no quantised, sharded or fake tensors."""

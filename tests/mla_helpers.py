@@ -1,4 +1,4 @@
-"""Ready-made calls of the prefill and context epilogues, and their judge."""
+"""The MLA epilogues under test: ready-made calls in every form, and their judge."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import helpers
 import oracle
+import pytest
 import torch
 from helpers import (
     BF16,
@@ -30,6 +31,7 @@ CONCATS = ("concat", "concat_fp8")
 KINDS = (*INSERTS, *CONCATS)
 KEYS_ONLY = ("insert", "ds_mla", "concat")
 NAMES = {
+    "decode": "fused_mla_decode_q_concat_kv_cache_insert",
     "insert": "fused_mla_key_concat_kv_cache_insert",
     "ds_mla": "fused_mla_key_concat_ds_mla_insert",
     "fp8": "fused_mla_qkv_quant_kv_cache_fp8_insert",
@@ -37,6 +39,7 @@ NAMES = {
     "concat_fp8": "fused_mla_kv_concat_quant_fp8",
 }
 OUTPUTS = {
+    "decode": ("mqa_q",),
     "insert": ("k",),
     "ds_mla": ("k",),
     "fp8": ("q8", "k8", "v8"),
@@ -46,6 +49,7 @@ OUTPUTS = {
 SCALES = ("q_scale_inv", "k_scale_inv", "v_scale_inv", "cache_scale_inv")
 _INSERT_INPUTS = ("q", "k_nope", "k_pe", "kv_c_normed")
 INPUTS = {
+    "decode": ("ql_nope", "q_pe", "kv_c_normed", "k_pe"),
     "insert": _INSERT_INPUTS,
     "ds_mla": _INSERT_INPUTS,
     "fp8": (*_INSERT_INPUTS, "v"),
@@ -53,6 +57,7 @@ INPUTS = {
     "concat_fp8": ("k_nope", "k_pe", "v"),
 }
 POSITIONAL = {
+    "decode": (*INPUTS["decode"], "kv_cache", "slot_mapping"),
     "insert": (*_INSERT_INPUTS, "kv_cache", "slot_mapping", "positions", "cos_sin_cache"),
     "ds_mla": (*_INSERT_INPUTS, "kv_cache", "slot_mapping", "positions", "cos_sin_cache"),
     "fp8": (
@@ -61,16 +66,22 @@ POSITIONAL = {
     "concat": INPUTS["concat"],
     "concat_fp8": INPUTS["concat_fp8"],
 }  # fmt: skip
-FIRST = {kind: INPUTS[kind][0] for kind in KINDS}
+FIRST = {kind: names[0] for kind, names in INPUTS.items()}
 """The input whose type and shape the others must follow."""
 
 
+WIDTHS = {
+    "ql_nope": oracle.LATENT, "q_pe": ROPE, "kv_c_normed": oracle.LATENT, "k_pe": ROPE,
+    "q": QK, "k_nope": NOPE, "v": V,
+}  # fmt: skip
+
+
 def width_of(name: str) -> int:
-    return {"q": QK, "k_nope": NOPE, "v": V, "k_pe": ROPE, "kv_c_normed": oracle.LATENT}[name]
+    return WIDTHS[name]
 
 
 @dataclass
-class PrefillCall:
+class MlaCall:
     """One call: its arguments by name, and the allocations around those that may be written."""
 
     kind: str
@@ -78,21 +89,26 @@ class PrefillCall:
     boxes: dict[str, Guarded] = field(default_factory=dict)
 
     @property
+    def first(self) -> torch.Tensor:
+        """The input that the others follow."""
+        tensor: torch.Tensor = self.args[FIRST[self.kind]]
+        return tensor
+
+    @property
     def tokens(self) -> int:
-        return int(self.args["k_nope"].shape[0])
+        return self.first.shape[0]
 
     @property
     def heads(self) -> int:
-        return int(self.args["k_nope"].shape[1])
+        return self.first.shape[1]
 
     @property
     def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self.args["k_nope"].dtype
-        return dtype
+        return self.first.dtype
 
     @property
     def device(self) -> str:
-        return self.args["k_nope"].device.type
+        return self.first.device.type
 
     @property
     def rope(self) -> bool:
@@ -113,27 +129,29 @@ class PrefillCall:
     def run(self, **extra: Any) -> Any:
         return self.operation(**{**self.args, **extra})
 
-    def explain(self, **extra: Any) -> k3cupy.Decision:
+    def explain(self, **extra: Any) -> Any:
+        if self.kind == "decode":
+            return k3cupy.explain_mla_decode(**{**self.args, **extra})
         return k3cupy.explain_mla_prefill(NAMES[self.kind], **{**self.args, **extra})
 
-    def given(self, **changes: Any) -> PrefillCall:
+    def given(self, **changes: Any) -> MlaCall:
         """The same call with other arguments; one that was in a box leaves it."""
         boxes = {name: box for name, box in self.boxes.items() if name not in changes}
         return replace(self, args={**self.args, **changes}, boxes=boxes)
 
-    def boxed(self, **boxes: Guarded) -> PrefillCall:
+    def boxed(self, **boxes: Guarded) -> MlaCall:
         """The same call with arguments inside allocations that are compared."""
         tensors = {name: box.tensor for name, box in boxes.items()}
         return replace(self, args={**self.args, **tensors}, boxes={**self.boxes, **boxes})
 
-    def on(self, device: str) -> PrefillCall:
+    def on(self, device: str) -> MlaCall:
         """The same call with every tensor copied to a device (inputs become packed)."""
         args = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in self.args.items()}
         boxes = {}
         for name, box in self.boxes.items():
             boxes[name] = Guarded(box.shape, box.dtype, device, strides=box.strides)
             boxes[name].storage.copy_(box.storage)
-        return PrefillCall(self.kind, args).boxed(**boxes)
+        return MlaCall(self.kind, args).boxed(**boxes)
 
     # What must come out
 
@@ -149,7 +167,10 @@ class PrefillCall:
 
     def expected(self, name: str, q_before: torch.Tensor | None = None) -> oracle.Rows:
         """What an output must be; `q_before` is the query before the call."""
-        scale = self.args.get(f"{name[0]}_scale_inv")
+        scale = self.args.get("q_scale_inv" if name == "mqa_q" else f"{name[0]}_scale_inv")
+        if name == "mqa_q":
+            ql_nope, q_pe = self.host("ql_nope"), self.host("q_pe")
+            return oracle.joined_rows(ql_nope, q_pe, scale, *self.angles())
         if name == "v8":
             v = self.host("v")
             codes = oracle.plain_codes(v) if scale is None else oracle.scaled_codes(v, scale)
@@ -169,7 +190,7 @@ class PrefillCall:
             self.host("k_pe"),
             self.args.get("cache_scale_inv"),
             *self.angles(),
-            ds_mla=self.kind == "ds_mla",
+            ds_mla=self.kind == "ds_mla" or bool(self.args.get("ds_mla")),
         )
 
     # The judge
@@ -194,8 +215,9 @@ class PrefillCall:
         assert tensor.dtype == self.output_dtype(name), name
         assert tuple(tensor.shape) == self.output_shape(name), name
         assert tensor.is_contiguous(), name
-        assert tensor.device == self.args["k_nope"].device, name
-        check_joined(tensor.cpu(), self.expected(name), name)
+        assert tensor.device == self.first.device, name
+        exact = oracle.LATENT if name == "mqa_q" else NOPE
+        check_joined(tensor.cpu(), self.expected(name), name, exact)
 
     def check_query(self, before: torch.Tensor) -> None:
         """With positions only the last 64 columns of q change, without them nothing does."""
@@ -209,25 +231,26 @@ class PrefillCall:
 
     def check_cache(self, before: torch.Tensor) -> None:
         slots = self.args["slot_mapping"][: self.tokens]
-        dtype = E4M3 if self.kind == "fp8" else self.dtype
+        dtype = E4M3 if "cache_scale_inv" in self.args else self.dtype
         check_cache_rows(self.cache, before, self.expected_rows(), slots, dtype)
 
     def output_shape(self, name: str) -> tuple[int, int, int]:
-        return self.tokens, self.heads, V if name == "v8" else QK
+        return self.tokens, self.heads, {"v8": V, "mqa_q": oracle.ROW}.get(name, QK)
 
     def output_dtype(self, name: str) -> torch.dtype:
-        return E4M3 if name.endswith("8") else self.dtype
+        fp8 = name.endswith("8") or (name == "mqa_q" and self.args.get("q_scale_inv") is not None)
+        return E4M3 if fp8 else self.dtype
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         return {name: box.snapshot() for name, box in self.boxes.items()}
 
 
-def check_joined(got: torch.Tensor, want: oracle.Rows, what: str) -> None:
-    """Compare `[.. | 64]`: bit for bit, but what was rotated within its error."""
+def check_joined(got: torch.Tensor, want: oracle.Rows, what: str, nope: int = NOPE) -> None:
+    """Compare `[nope | 64]`: bit for bit, but what was rotated within its error."""
     exact = got.shape[-1]
     if want.rotated is not None:
-        exact = NOPE
-        oracle.assert_rotated(got[..., NOPE:], want.rotated, what)
+        exact = nope
+        oracle.assert_rotated(got[..., nope:], want.rotated, what)
     oracle.assert_same_bits(oracle.bits(got)[..., :exact], want.bits[..., :exact], what)
 
 
@@ -250,7 +273,7 @@ def make_prefill(
     scales: Sequence[float] = (0.75, 1.25, 2.5, 1.5),
     scale_tensors: bool = False,
     cache_layout: dict[str, Any] | None = None,
-) -> PrefillCall:
+) -> MlaCall:
     """A call with packed random inputs inside NaN guard bands and a patterned cache.
 
     `cache` is the type of an fp8 cache (e4m3, or uint8), `k_pe` that of k_pe where it is no longer
@@ -271,7 +294,7 @@ def make_prefill(
         else:
             args[name] = guarded(values, device)
     if kind in CONCATS:
-        return PrefillCall(kind, args)
+        return MlaCall(kind, args)
 
     if num_blocks is None:
         num_blocks = -(-(tokens + 5) // block_size) + 1
@@ -290,10 +313,92 @@ def make_prefill(
         rng = torch.Generator().manual_seed(seed)
         args["positions"] = guarded(torch.randint(0, 128, (tokens,), generator=rng), device)
         args["cos_sin_cache"] = guarded(rope_table(128), device)
-    return PrefillCall(kind, args).boxed(**boxes)
+    return MlaCall(kind, args).boxed(**boxes)
 
 
-def run_and_check(call: PrefillCall, **extra: Any) -> Any:
+def make_decode(
+    tokens: int = 8, heads: int = 3, *, scales: Sequence[float] = (0.75, 1.5), **options: Any
+) -> MlaCall:
+    """The decode epilogue in the same form; `scales` are those of the query and the cache."""
+    options = {"q_scale_inv": scales[0], "cache_scale_inv": scales[1], **options}
+    call = helpers.make_call(tokens, heads, **options)
+    return MlaCall("decode", call.arguments()).boxed(kv_cache=call.cache)
+
+
+@dataclass(frozen=True)
+class Form:
+    """An operation with its formats: what the tests of the whole family run through."""
+
+    name: str
+    kind: str
+    settings: dict[str, Any]
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return INPUTS[self.kind]
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return OUTPUTS[self.kind]
+
+    @property
+    def has_cache(self) -> bool:
+        """With a cache come slots, and positions may come."""
+        return self.kind not in CONCATS
+
+    @property
+    def cache_width(self) -> int:
+        return oracle.DS_MLA_BYTES if "ds_mla" in self.name else oracle.ROW
+
+    @property
+    def scales(self) -> tuple[str, ...]:
+        """The scales that it takes."""
+        if self.kind == "fp8":
+            return SCALES
+        names = {"decode-fp8": ("q_scale_inv", "cache_scale_inv"), "decode-uint8": SCALES[3:]}
+        return names.get(self.name, ())
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """All arguments that can be tensors, but for `out`."""
+        rest = ("kv_cache", "slot_mapping", "positions", "cos_sin_cache") if self.has_cache else ()
+        return (*self.inputs, *rest, *self.scales)
+
+    def make(
+        self, tokens: int = 8, heads: int = 3, *, rope: bool = False, **options: Any
+    ) -> MlaCall:
+        """A call; RoPE is left out where the operation has none."""
+        options = {**self.settings, **options, "rope": rope and self.has_cache}
+        if self.kind == "decode":
+            return make_decode(tokens, heads, **options)
+        return make_prefill(self.kind, tokens, heads, **options)
+
+    def written(self, *, rope: bool) -> tuple[str, ...]:
+        """Arguments that a call writes."""
+        turned = ("q",) if rope and self.kind in ("insert", "ds_mla") else ()
+        return ("kv_cache", *turned) if self.has_cache else ()
+
+    def __str__(self) -> str:
+        return self.name
+
+
+FORMS = {
+    name: Form(name, kind, settings)
+    for name, kind, settings in (
+        ("decode", "decode", {}),
+        ("decode-fp8", "decode", {"cache": "fp8", "q_fp8": True}),
+        ("decode-uint8", "decode", {"cache": "uint8"}),
+        ("decode-ds_mla", "decode", {"cache": "ds_mla"}),
+        *((kind, kind, {}) for kind in KINDS),
+    )
+}
+each_form = pytest.mark.parametrize("form", FORMS.values(), ids=str)
+each_form_with_a_cache = pytest.mark.parametrize(
+    "form", [form for form in FORMS.values() if form.has_cache], ids=str
+)
+
+
+def run_and_check(call: MlaCall, **extra: Any) -> Any:
     """Run a call and compare everything, the inputs' own bits included."""
     before = call.snapshot()
     inputs = {
@@ -308,7 +413,7 @@ def run_and_check(call: PrefillCall, **extra: Any) -> Any:
     return result
 
 
-def poisoned_outs(call: PrefillCall, *, shift: int = 0, as_bytes: bool = False) -> list[Guarded]:
+def poisoned_outs(call: MlaCall, *, shift: int = 0, as_bytes: bool = False) -> list[Guarded]:
     """An `out=` buffer for each output, filled with a pattern, inside guard bands."""
     boxes = []
     for name in OUTPUTS[call.kind]:
@@ -328,7 +433,7 @@ def as_out(tensors: Sequence[Any]) -> Any:
     return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
 
-def run_into_guarded_outs(call: PrefillCall, *, shift: int = 0, **extra: Any) -> Any:
+def run_into_guarded_outs(call: MlaCall, *, shift: int = 0, **extra: Any) -> Any:
     """Run with `out=` and compare everything, the bytes around the outputs included."""
     boxes = poisoned_outs(call, shift=shift)
     before = [box.snapshot() for box in boxes]
@@ -340,7 +445,7 @@ def run_into_guarded_outs(call: PrefillCall, *, shift: int = 0, **extra: Any) ->
     return result
 
 
-def as_halves(call: PrefillCall) -> PrefillCall:
+def as_halves(call: MlaCall) -> MlaCall:
     """The real layout: k_nope and v are the halves of one [T, H, 256] buffer."""
     both = Guarded(
         (call.tokens, call.heads, NOPE + V), call.dtype, call.device, fill=NAN_BYTE
@@ -352,7 +457,7 @@ def as_halves(call: PrefillCall) -> PrefillCall:
     return call
 
 
-def refused(call: PrefillCall, names: str, found: str, **changes: Any) -> str:
+def refused(call: MlaCall, names: str, found: str, **changes: Any) -> str:
     """The call is refused as agreed, and neither the cache nor q is written."""
     before = call.snapshot()
     text = helpers.refused({**call.args, **changes}, names, found, operation=call.operation)
