@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from k3cupy.call.arguments import Problem
-from k3cupy.call.choice import Choice
 from k3cupy.runtime.dlpack import packed_strides
 from k3cupy.runtime.errors import reject
 from k3cupy.runtime.tensors import ALIGNMENT, TensorView
@@ -141,17 +139,20 @@ def without_owners(views: Mapping[str, TensorView]) -> dict[str, TensorView]:
     return {name: replace(v, owner=None) if v.owner is not None else v for name, v in views.items()}
 
 
-def check_flags(**flags: Any) -> None:
+def check_flags(given: Mapping[str, Any], *names: str) -> None:
     """Accept only bools, and None for ``pdl``: a truthy value of another type is a mistake.
+
+    Args:
+        given: arguments by name.
+        names: those that are flags.
 
     Raises:
         TypeError: a flag is something else.
     """
-    for name, value in flags.items():
-        if name == "pdl" and value is None:
-            continue
-        if not isinstance(value, bool):
-            accepted = "None, True or False" if name == "pdl" else "True or False"
+    for name in names:
+        value, may_be_none = given[name], name == "pdl"
+        if not (isinstance(value, bool) or (may_be_none and value is None)):
+            accepted = "None, True or False" if may_be_none else "True or False"
             reject(name, accepted, repr(value), error=TypeError)
 
 
@@ -199,11 +200,3 @@ def check_config(config: Any, kind: type[Config]) -> Config | None:
     if not config.is_valid():  # type: ignore[attr-defined]
         reject("config", "a configuration that the kernel has", repr(config))
     return config
-
-
-def told_of_slow_rows(choice: Choice, problem: Problem) -> Choice:
-    """Return a choice whose reason also tells why rows are read element by element, if so."""
-    if problem.slow_reason is None:
-        return choice
-    reason = f"{choice.reason}; element by element, not 128-bit, because {problem.slow_reason}"
-    return replace(choice, reason=reason)

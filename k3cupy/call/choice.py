@@ -8,6 +8,8 @@ from typing import Any
 LINEAR = "linear"
 """The kernel of a fall-back: the framework's own linear."""
 
+NAMED = "the caller named the configuration"
+
 USER, SHIPPED, PUBLIC, RULE = "user", "shipped", "public", "rule"
 """Where a choice comes from."""
 

@@ -17,10 +17,9 @@ from k3cupy.call.launch import Launch
 from k3cupy.call.plans import CudaPlan, Plan, PlanCache, Reference, ReferencePlan, Verify, stamp
 from k3cupy.runtime import devices, env
 from k3cupy.runtime.devices import DeviceInfo
-from k3cupy.runtime.instances import Instance
 
-Options = tuple[Any, ...]
-"""What a call asks for beside its tensors, in the order of an operation's ``options``."""
+Given = Mapping[str, Any]
+"""What a call asks for beside its tensors, by name."""
 
 
 @dataclass(frozen=True)
@@ -28,31 +27,36 @@ class Operation:
     """One public function.
 
     Attributes:
-        kernel: the name of its kernel in choices and tables.
+        function: it, for its signature.
+        kernel: the module of its kernel: ``KERNEL``, ``SOURCE``, ``instance_of``, ``launches``.
         arguments: its tensors.
         options: names of everything else that decides what runs, ``config`` and ``pdl`` among them.
-        sources: the CUDA sources of its kernels.
-        accept: (values, *options) -> the validated call.
-        choose: (problem, GPU, *options) -> what runs; not asked for a call without tokens.
-        launches: (problem, choice, GPU) -> what is queued.
-        instance: (problem, configuration) -> what is compiled.
+        accept: (values, options) -> the validated call.
+        choose: (problem, GPU, options) -> what runs; not asked for a call without tokens.
         reference: what computes it on a CPU.
         verify: what K3CUPY_CHECK looks at; None for nothing.
+        launches: (problem, configuration, GPU) -> what is queued; None for the kernel's own.
+        plans: by the signature of their calls.
+        sources: the CUDA sources of its kernel.
     """
 
-    kernel: str
+    function: Callable[..., Any]
+    kernel: Any
     arguments: Arguments
     options: tuple[str, ...]
-    sources: tuple[str, ...]
-    accept: Callable[..., Problem]
-    choose: Callable[..., Choice]
-    launches: Callable[[Any, Choice, DeviceInfo], Sequence[Launch]]
-    instance: Callable[[Any, Any], Instance]
+    accept: Callable[[Values, Given], Problem]
+    choose: Callable[[Any, DeviceInfo, Given], Choice]
     reference: Reference
     verify: Verify | None = None
+    launches: Callable[[Any, Any, DeviceInfo], Sequence[Launch]] | None = None
     plans: PlanCache = field(default_factory=PlanCache)
+    sources: tuple[str, ...] = field(init=False)
 
-    def __call__(self, values: Values, options: Options, stream: Any) -> Any:
+    def __post_init__(self) -> None:
+        """Name the sources once: it counts on every call."""
+        object.__setattr__(self, "sources", (self.kernel.SOURCE,))
+
+    def __call__(self, values: Values, options: tuple[Any, ...], stream: Any) -> Any:
         """Compute a call.
 
         Args:
@@ -64,74 +68,71 @@ class Operation:
         key = (signature, options, stamp(self.sources))
         plan = self.plans.get(key)
         if plan is None:
-            plan = self.plan(values, options, stream)
+            given = dict(zip(self.options, options, strict=True))
+            problem = self.accept(values, given)
+            plan = self.plan_of(problem, self.choice(problem, given), stream)
             self.plans.remember(key, plan)
         result = plan.run(values, addresses, stream)
         del owners  # memory that exists only for this call has been used, or queued to be
         return result
 
-    def plan(self, values: Values, options: Options, stream: Any) -> Plan:
-        """Validate a call and prepare everything that does not depend on its addresses.
+    def plan_of(self, problem: Problem, choice: Choice, stream: Any) -> Plan:
+        """Prepare everything of a validated call that does not depend on its addresses.
 
         Raises:
-            TypeError, ValueError: an argument does not fit.
             CaptureError: a kernel would have to be compiled or loaded while a graph is captured.
         """
-        problem = self.accept(values, *options)
-        return self.plan_of(problem, self.choice(problem, options), stream)
-
-    def plan_of(self, problem: Problem, choice: Choice, stream: Any) -> Plan:
-        """Prepare a validated call for which the choice was made."""
         checks = env.CHECK in env.values and env.check_enabled()
         verify = self.verify if checks else None
         if choice.runs_on == "cpu":
             return ReferencePlan(self.arguments, problem, self.reference, verify)
         launches: Sequence[Launch] = ()
         if problem.num_tokens:
-            launches = self.launches(problem, choice, devices.info(problem.first.device_index))
+            make = self.launches or self.kernel.launches
+            launches = make(problem, choice.config, devices.info(problem.first.device_index))
         return CudaPlan(
             self.arguments, problem, launches, pdl=choice.pdl, verify=verify, stream=stream
         )
 
-    def choice(self, problem: Problem, options: Options) -> Choice:
+    def choice(self, problem: Problem, given: Given) -> Choice:
         """Say what runs for a validated call, and why.
 
         Raises:
             ValueError: the caller's configuration cannot compute it on this GPU.
         """
-        first = problem.first
+        first, name = problem.first, self.kernel.KERNEL
         if not first.is_cuda:
-            return Choice(self.kernel, None, "the tensors are on the CPU", runs_on="cpu")
+            return Choice(name, None, "the tensors are on the CPU", runs_on="cpu")
         gpu = devices.info(first.device_index)
-        pdl = gpu.has_pdl and options[self.options.index("pdl")] is not False
+        pdl = gpu.has_pdl and given["pdl"] is not False
         if problem.num_tokens == 0:
-            return Choice(self.kernel, None, "no tokens: nothing is launched", pdl=pdl)
-        return self.complete(problem, self.choose(problem, gpu, *options), pdl)
+            return Choice(name, None, "no tokens: nothing is launched", pdl=pdl)
+        return self.complete(problem, self.choose(problem, gpu, given), pdl)
 
     def complete(self, problem: Problem, choice: Choice, pdl: bool) -> Choice:
-        """Return a choice with the instance and the launch attribute of a call."""
-        name = self.instance(problem, choice.config).name_expression
-        return replace(choice, name_expression=name, pdl=pdl)
+        """Return a choice with the call's instance, launch attribute, and what makes it slower."""
+        reason = choice.reason
+        if problem.slow_reason is not None:
+            reason += f"; element by element, not 128-bit, because {problem.slow_reason}"
+        name = self.kernel.instance_of(problem, choice.config).name_expression
+        return replace(choice, reason=reason, name_expression=name, pdl=pdl)
 
-    def explain(self, given: Mapping[str, Any]) -> Choice:
+    def explain(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        prepare: Callable[[dict[str, Any]], None],
+    ) -> Choice:
         """Validate a call and say what it would run; launch nothing.
 
         Args:
-            given: the arguments by name.
+            args: positional arguments of the function.
+            kwargs: its keyword arguments.
+            prepare: checks what is no tensor, and adds what ``arguments`` name otherwise.
         """
-        values = tuple(given[name] for name in self.arguments.names)
-        options = tuple(given[name] for name in self.options)
-        return self.choice(self.accept(values, *options), options)
-
-
-def bound(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return a public function's arguments by name, defaults filled in.
-
-    Raises:
-        TypeError: the function does not take these.
-    """
-    found = inspect.signature(function).bind(*args, **kwargs)
-    found.apply_defaults()
-    return found.arguments
+        found = inspect.signature(self.function).bind(*args, **kwargs)
+        found.apply_defaults()
+        given = found.arguments
+        prepare(given)
+        problem = self.accept(tuple(given[name] for name in self.arguments.names), given)
+        return self.choice(problem, given)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from k3cupy.call.choice import LINEAR, PUBLIC, RULE, Choice
+from k3cupy.call.choice import LINEAR, NAMED, PUBLIC, RULE, Choice
 from k3cupy.call.plans import tables as tables_state
 from k3cupy.choose import fused_a_gemm as fused_a_model
 from k3cupy.choose import skinny_gemm as skinny_model
@@ -76,7 +76,7 @@ def choose(
         why_not_mapped: what keeps the copy engine from fetching x; None for nothing.
     """
     if config is not None:
-        found = Choice(kernels[0], config, "the caller named the configuration")
+        found = Choice(kernels[0], config, NAMED)
     else:
         found = _chosen(
             tuple(kernels), n, k, num_tokens, gpu, residual, batch_invariant, tables_state()

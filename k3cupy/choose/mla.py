@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from k3cupy.call.choice import Choice
+from k3cupy.call.choice import NAMED, Choice
 from k3cupy.choose.table import (
     MLA_DECODE,
     MLA_PREFILL,
@@ -24,6 +25,8 @@ from k3cupy.runtime.devices import DeviceInfo
 
 FEW_ROWS = mla_prefill.FEW_ROWS
 MANY_ROWS = mla_prefill.MANY_ROWS
+
+_ELEMENT_WISE = "the element-wise kernel has one configuration"
 
 _ROWS_AN_SM = 16
 """Rows that give every multiprocessor two blocks of ``FEW_ROWS``."""
@@ -46,11 +49,15 @@ def choose_decode(
         config: what the caller named; it decides.
     """
     if config is not None:
-        return Choice(MLA_DECODE, config, "the caller named the configuration")
-    if not variant.vector:
-        return _one(MLA_DECODE, mla_decode.UNTUNED)
-    found = _measured(MLA_DECODE, variant.kind, num_tokens * (num_heads + 1), gpu)
-    return found or Choice(MLA_DECODE, mla_decode.UNTUNED, f"no measured table has {variant.kind}")
+        found: Choice | None = Choice(MLA_DECODE, config, NAMED)
+    elif not variant.vector:
+        found = Choice(MLA_DECODE, mla_decode.UNTUNED, _ELEMENT_WISE)
+    else:
+        found = _measured(MLA_DECODE, variant.kind, num_tokens * (num_heads + 1), gpu)
+    if found is None:
+        found = Choice(MLA_DECODE, mla_decode.UNTUNED, f"no measured table has {variant.kind}")
+    count = -(-num_tokens // mla_decode.MAX_TOKENS_PER_LAUNCH)
+    return replace(found, reason=f"{found.reason}; in {count} launches") if count > 1 else found
 
 
 def choose_prefill(
@@ -70,9 +77,9 @@ def choose_prefill(
         config: what the caller named; it decides.
     """
     if config is not None:
-        return Choice(MLA_PREFILL, config, "the caller named the configuration")
+        return Choice(MLA_PREFILL, config, NAMED)
     if not variant.vector:
-        return _one(MLA_PREFILL, FEW_ROWS)
+        return Choice(MLA_PREFILL, FEW_ROWS, _ELEMENT_WISE)
     num_rows = num_tokens * num_heads
     found = _measured(MLA_PREFILL, variant.kind, num_rows, gpu)
     if found is not None:
@@ -81,10 +88,6 @@ def choose_prefill(
     told = f"{num_rows} rows on {gpu.num_sms} SMs are {'few' if few else 'many'}"
     reason = f"no measured table has this operation; {told}"
     return Choice(MLA_PREFILL, FEW_ROWS if few else MANY_ROWS, reason)
-
-
-def _one(kernel: str, config: Any) -> Choice:
-    return Choice(kernel, config, "the element-wise kernel has one configuration")
 
 
 def _measured(family: str, kind: str, num_rows: int, gpu: DeviceInfo) -> Choice | None:

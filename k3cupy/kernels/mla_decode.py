@@ -8,6 +8,7 @@ from typing import Any
 from k3cupy.call.launch import Launch, Parameters
 from k3cupy.constants import CHUNK_ELEMENTS, CTYPES, KV_LORA_RANK, LATENT_DIM
 from k3cupy.kernels.cache_rows import cache_values, rope_values
+from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.instances import TEMPLATE_FLAGS, Instance
 from k3cupy.runtime.launch import divisor_constants
 from k3cupy.runtime.tensors import byte_stride
@@ -166,7 +167,7 @@ def instance_of(problem: Any, config: MlaDecodeConfig) -> Instance:
     return config.instance(replace(variant, kv_inputs_ready=False) if sliced else variant)
 
 
-def launches(problem: Any, config: MlaDecodeConfig) -> list[Launch]:
+def launches(problem: Any, config: MlaDecodeConfig, _gpu: DeviceInfo) -> list[Launch]:
     """Return the launches of a validated call, one a slice of its tokens."""
     return [
         _launch(problem, config, start, min(MAX_TOKENS_PER_LAUNCH, problem.num_tokens - start))

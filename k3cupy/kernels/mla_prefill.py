@@ -8,6 +8,7 @@ from typing import Any
 from k3cupy.call.launch import Launch, Parameters
 from k3cupy.constants import CTYPES
 from k3cupy.kernels.cache_rows import cache_values, rope_values
+from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.instances import TEMPLATE_FLAGS, Instance
 from k3cupy.runtime.launch import divisor_constants
 from k3cupy.runtime.tensors import byte_stride
@@ -230,10 +231,10 @@ def instance_of(problem: Any, config: MlaPrefillConfig) -> Instance:
     return config.instance(problem.variant)
 
 
-def launches(problem: Any, config: MlaPrefillConfig, num_sms: int) -> list[Launch]:
-    """Return the launch of a validated call on a GPU with so many multiprocessors."""
+def launches(problem: Any, config: MlaPrefillConfig, gpu: DeviceInfo) -> list[Launch]:
+    """Return the launch of a validated call."""
     views, variant = problem.views, problem.variant
-    grid = config.grid(variant, problem.num_tokens, problem.num_heads, num_sms)
+    grid = config.grid(variant, problem.num_tokens, problem.num_heads, gpu.num_sms)
     parameters = PARAMETERS[FUNCTIONS[variant.op]]
     names = parameters.types
     magic, shift = divisor_constants(grid.groups)

@@ -163,7 +163,7 @@ def instance_of(problem: Any, config: SkinnyGemmConfig) -> Instance:
     return config.instance(variant_of(problem))
 
 
-def launch(problem: Any, config: SkinnyGemmConfig) -> Launch:
+def launches(problem: Any, config: SkinnyGemmConfig, _gpu: DeviceInfo) -> list[Launch]:
     """Return the launch of a validated call."""
     x, out, residual = problem.x, problem.out, problem.residual
     addresses = {
@@ -173,7 +173,7 @@ def launch(problem: Any, config: SkinnyGemmConfig) -> Launch:
     }
     if residual is not None:
         addresses["residual"] = "residual", 0
-    return Launch(
+    launch = Launch(
         instance=instance_of(problem, config),
         parameters=PARAMETERS,
         values={
@@ -187,3 +187,4 @@ def launch(problem: Any, config: SkinnyGemmConfig) -> Launch:
         grid=config.blocks(problem.n),
         block=config.block_size,
     )
+    return [launch]

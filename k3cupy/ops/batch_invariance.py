@@ -34,7 +34,7 @@ def set_batch_invariant(enabled: bool) -> None:
         >>> k3cupy.set_batch_invariant(False)
     """
     global _of_process
-    checks.check_flags(enabled=enabled)
+    checks.check_flags(locals(), "enabled")
     _of_process = enabled
 
 
@@ -67,7 +67,7 @@ def batch_invariant_mode(enabled: bool = True) -> Iterator[None]:
         ...     k3cupy.is_batch_invariant()
         True
     """
-    checks.check_flags(enabled=enabled)
+    checks.check_flags(locals(), "enabled")
     token = _of_block.set(enabled)
     try:
         yield

@@ -6,6 +6,7 @@ Source: the public fused-A GEMM of DeepSeek-V3 as SGLang and vLLM have it, whose
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from k3cupy.accept import checks, gemm
@@ -13,10 +14,10 @@ from k3cupy.accept.gemm import GemmProblem, Signature, check_fused_a_config
 from k3cupy.call.arguments import Values
 from k3cupy.call.choice import Choice
 from k3cupy.call.launch import Launch
-from k3cupy.call.operation import Operation, bound
+from k3cupy.call.operation import Given, Operation
 from k3cupy.choose.gemm import FUSED_A, choose
 from k3cupy.kernels import fused_a_gemm as kernel
-from k3cupy.kernels.fused_a_gemm import MAX_TOKENS, SOURCE, FusedAGemmConfig
+from k3cupy.kernels.fused_a_gemm import MAX_TOKENS, FusedAGemmConfig
 from k3cupy.reference.fused_a_gemm import fused_a_gemm_reference
 from k3cupy.runtime.devices import DeviceInfo
 
@@ -80,14 +81,13 @@ def fused_a_gemm(
         >>> out is residual
         True
     """
-    if config is not None:
-        check_fused_a_config(config)
     if (
-        type(weight_is_static) is not bool
+        config is not None
+        or type(weight_is_static) is not bool
         or type(batch_invariant) is not bool
         or type(pdl) not in _OPTIONAL
     ):
-        _check_flags(pdl, weight_is_static, batch_invariant)
+        _check(locals())
     options = (pdl, weight_is_static, batch_invariant, config)
     return OPERATION((x, weight, residual, out), options, stream)
 
@@ -116,17 +116,14 @@ def dsv3_fused_a_gemm(output: Any, mat_a: Any, mat_b: Any, enable_pdl: bool = Fa
         >>> output[0, 0]
         tensor(128., dtype=torch.bfloat16)
     """
-    checks.check_flags(enable_pdl=enable_pdl)
+    checks.check_flags(locals(), "enable_pdl")
     _DSV3((mat_a, mat_b, None, output), (enable_pdl, enable_pdl, False, None), None)
 
 
 def explain_fused_a_gemm(*args: Any, **kwargs: Any) -> Choice:
     """Say what ``fused_a_gemm`` would run, and why; launch nothing.
 
-    Takes the arguments of that function, validates them as it does, and raises the same errors.
-
-    Returns:
-        Kernel, configuration, template instance and the reason in words.
+    Takes the arguments of that function, and raises the same errors.
 
     Example:
         >>> import torch, k3cupy
@@ -134,39 +131,29 @@ def explain_fused_a_gemm(*args: Any, **kwargs: Any) -> Choice:
         >>> print(k3cupy.explain_fused_a_gemm(x, weight))
         fused_a on the CPU: the tensors are on the CPU
     """
-    given = bound(fused_a_gemm, args, kwargs)
-    _check_flags(given["pdl"], given["weight_is_static"], given["batch_invariant"])
-    check_fused_a_config(given["config"])
-    return OPERATION.explain(given)
+    return OPERATION.explain(args, kwargs, _check)
 
 
 _OPTIONAL = (type(None), bool)
 
 
-def _check_flags(pdl: Any, weight_is_static: Any, batch_invariant: Any) -> None:
-    checks.check_flags(pdl=pdl, weight_is_static=weight_is_static, batch_invariant=batch_invariant)
+def _check(given: Given) -> None:
+    checks.check_flags(given, "pdl", "weight_is_static", "batch_invariant")
+    check_fused_a_config(given["config"])
 
 
-def _choose(
-    problem: GemmProblem,
-    gpu: DeviceInfo,
-    _pdl: bool | None,
-    _weight_is_static: bool,
-    batch_invariant: bool,
-    config: FusedAGemmConfig | None,
-) -> Choice:
-    found = choose(
+def _choose(problem: GemmProblem, gpu: DeviceInfo, given: Given) -> Choice:
+    return choose(
         (FUSED_A,),
         problem.n,
         problem.k,
         problem.num_tokens,
         gpu,
         residual=problem.residual is not None,
-        batch_invariant=batch_invariant,
-        config=check_fused_a_config(config, problem.num_tokens, gpu),
+        batch_invariant=given["batch_invariant"],
+        config=check_fused_a_config(given["config"], problem.num_tokens, gpu),
         why_not_mapped=kernel.why_not_mapped(problem, slice(0, problem.num_tokens)),
     )
-    return checks.told_of_slow_rows(found, problem)
 
 
 def slices(num_tokens: int) -> list[slice]:
@@ -175,19 +162,15 @@ def slices(num_tokens: int) -> list[slice]:
     return [slice(start, min(start + MAX_TOKENS, num_tokens)) for start in starts]
 
 
-def _launches(problem: GemmProblem, choice: Choice, gpu: DeviceInfo) -> list[Launch]:
+def _launches(problem: GemmProblem, config: FusedAGemmConfig, gpu: DeviceInfo) -> list[Launch]:
     found = []
     for rows in slices(problem.num_tokens):
-        config, count = choice.config, rows.stop - rows.start
+        count = rows.stop - rows.start
         if count < min(problem.num_tokens, MAX_TOKENS):  # the rest behind whole slices
+            why_not = kernel.why_not_mapped(problem, rows)
+            n, k = problem.n, problem.k
             config = choose(
-                (FUSED_A,),
-                problem.n,
-                problem.k,
-                count,
-                gpu,
-                batch_invariant=True,
-                why_not_mapped=kernel.why_not_mapped(problem, rows),
+                (FUSED_A,), n, k, count, gpu, batch_invariant=True, why_not_mapped=why_not
             ).config
         found.append(kernel.launch(problem, config, rows))
     return found
@@ -200,24 +183,22 @@ def _compute(problem: GemmProblem, arrays: dict[str, Any]) -> None:
     fused_a_gemm_reference(arrays[names.x], weight, arrays[names.out], arrays.get(gemm.RESIDUAL))
 
 
-def _operation(signature: Signature) -> Operation:
-    def accept(
-        values: Values, _pdl: Any, weight_is_static: bool, _invariant: Any, _config: Any
-    ) -> GemmProblem:
-        return gemm.accept(signature, gemm.FUSED_A, values, weight_is_static=weight_is_static)
+def _operation(function: Callable[..., Any], signature: Signature) -> Operation:
+    def accept(values: Values, given: Given) -> GemmProblem:
+        static = given["weight_is_static"]
+        return gemm.accept(signature, gemm.FUSED_A, values, weight_is_static=static)
 
     return Operation(
-        kernel=FUSED_A,
+        function=function,
+        kernel=kernel,
         arguments=signature.arguments,
         options=("pdl", "weight_is_static", "batch_invariant", "config"),
-        sources=(SOURCE,),
         accept=accept,
         choose=_choose,
-        launches=_launches,
-        instance=kernel.instance_of,
         reference=_compute,
+        launches=_launches,
     )
 
 
-OPERATION = _operation(gemm.OURS)
-_DSV3 = _operation(gemm.DSV3)
+OPERATION = _operation(fused_a_gemm, gemm.OURS)
+_DSV3 = _operation(dsv3_fused_a_gemm, gemm.DSV3)

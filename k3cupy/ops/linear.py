@@ -25,7 +25,7 @@ _OPERATIONS: dict[str, Operation] = {
     FUSED_A: fused_a_gemm.OPERATION,
     SKINNY: skinny_gemm.OPERATION,
 }
-_SOURCES = tuple(source for operation in _OPERATIONS.values() for source in operation.sources)
+_SOURCES = tuple(operation.kernel.SOURCE for operation in _OPERATIONS.values())
 
 
 def try_low_latency_gemm(
@@ -205,7 +205,7 @@ def _run(values: Values, batch_invariant: Any, weight_is_static: Any, stream: An
     if type(batch_invariant) is not bool:
         batch_invariant = batch_invariance.resolved(batch_invariant)
     if type(weight_is_static) is not bool:
-        checks.check_flags(weight_is_static=weight_is_static)
+        checks.check_flags(locals(), "weight_is_static")
     try:
         addresses, signature, owners = _probe(values, stream)
     except TypeError:

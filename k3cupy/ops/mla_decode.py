@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from k3cupy.accept import checks, mla, mla_decode
 from k3cupy.call.arguments import Values
 from k3cupy.call.choice import Choice
-from k3cupy.call.launch import Launch
-from k3cupy.call.operation import Operation, bound
+from k3cupy.call.operation import Given, Operation
 from k3cupy.choose.mla import choose_decode
 from k3cupy.kernels import mla_decode as kernel
-from k3cupy.kernels.mla_decode import KERNEL, MAX_TOKENS_PER_LAUNCH, SOURCE, MlaDecodeConfig
+from k3cupy.kernels.mla_decode import MlaDecodeConfig
 from k3cupy.reference.mla_decode import mla_decode_reference
 from k3cupy.runtime.devices import DeviceInfo
 
@@ -110,52 +108,40 @@ def fused_mla_decode_q_concat_kv_cache_insert(
         cos_sin_cache,
         out,
     )
-    if config is not None:
-        checks.check_config(config, MlaDecodeConfig)
-    if type(ds_mla) is not bool or type(kv_inputs_ready) is not bool or type(pdl) not in _OPTIONAL:
-        checks.check_flags(ds_mla=ds_mla, kv_inputs_ready=kv_inputs_ready, pdl=pdl)
+    if (
+        config is not None
+        or type(ds_mla) is not bool
+        or type(kv_inputs_ready) is not bool
+        or type(pdl) not in _OPTIONAL
+    ):
+        _check(locals())
     return _OPERATION(values, (ds_mla, kv_inputs_ready, pdl, config), stream)
 
 
 def explain_mla_decode(*args: Any, **kwargs: Any) -> Choice:
     """Say what ``fused_mla_decode_q_concat_kv_cache_insert`` would run, and why; launch nothing.
 
-    Takes the arguments of that function, validates them as it does, and raises the same errors.
-
-    Returns:
-        Kernel, configuration, template instance and the reason in words.
+    Takes the arguments of that function, and raises the same errors.
     """
-    given = bound(fused_mla_decode_q_concat_kv_cache_insert, args, kwargs)
-    checks.check_flags(**{name: given[name] for name in ("ds_mla", "kv_inputs_ready", "pdl")})
-    checks.check_config(given["config"], MlaDecodeConfig)
-    return _OPERATION.explain(given)
+    return _OPERATION.explain(args, kwargs, _check)
 
 
 _OPTIONAL = (type(None), bool)
 
 
-def _accept(
-    values: Values, ds_mla: bool, kv_inputs_ready: bool, _pdl: Any, _config: Any
-) -> mla.MlaProblem:
-    return mla_decode.accept(values, ds_mla=ds_mla, kv_inputs_ready=kv_inputs_ready)
+def _check(given: Given) -> None:
+    checks.check_flags(given, "ds_mla", "kv_inputs_ready", "pdl")
+    checks.check_config(given["config"], MlaDecodeConfig)
 
 
-def _choose(
-    problem: mla.MlaProblem,
-    gpu: DeviceInfo,
-    _ds_mla: bool,
-    _kv_inputs_ready: bool,
-    _pdl: bool | None,
-    config: MlaDecodeConfig | None,
-) -> Choice:
-    found = choose_decode(problem.variant, problem.num_tokens, problem.num_heads, gpu, config)
-    found = checks.told_of_slow_rows(found, problem)
-    count = -(-problem.num_tokens // MAX_TOKENS_PER_LAUNCH)
-    return replace(found, reason=f"{found.reason}; in {count} launches") if count > 1 else found
+def _accept(values: Values, given: Given) -> mla.MlaProblem:
+    ready = given["kv_inputs_ready"]
+    return mla_decode.accept(values, ds_mla=given["ds_mla"], kv_inputs_ready=ready)
 
 
-def _launches(problem: mla.MlaProblem, choice: Choice, _gpu: DeviceInfo) -> list[Launch]:
-    return kernel.launches(problem, choice.config)
+def _choose(problem: mla.MlaProblem, gpu: DeviceInfo, given: Given) -> Choice:
+    tokens, heads = problem.num_tokens, problem.num_heads
+    return choose_decode(problem.variant, tokens, heads, gpu, given["config"])
 
 
 def _compute(problem: mla.MlaProblem, arrays: dict[str, Any]) -> None:
@@ -165,14 +151,12 @@ def _compute(problem: mla.MlaProblem, arrays: dict[str, Any]) -> None:
 
 
 _OPERATION = Operation(
-    kernel=KERNEL,
+    function=fused_mla_decode_q_concat_kv_cache_insert,
+    kernel=kernel,
     arguments=mla_decode.ARGUMENTS,
     options=("ds_mla", "kv_inputs_ready", "pdl", "config"),
-    sources=(SOURCE,),
     accept=_accept,
     choose=_choose,
-    launches=_launches,
-    instance=kernel.instance_of,
     reference=_compute,
     verify=mla.verify,
 )

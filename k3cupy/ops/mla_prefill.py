@@ -32,19 +32,16 @@ from k3cupy.accept import checks, mla
 from k3cupy.accept.mla_prefill import SIGNATURES, Signature, accept
 from k3cupy.call.arguments import Values
 from k3cupy.call.choice import Choice
-from k3cupy.call.launch import Launch
-from k3cupy.call.operation import Operation, bound
+from k3cupy.call.operation import Given, Operation
 from k3cupy.choose.mla import choose_prefill
 from k3cupy.kernels import mla_prefill as kernel
 from k3cupy.kernels.mla_prefill import (
-    KERNEL,
     KEY_CONCAT,
     KEY_CONCAT_DS_MLA,
     KV_CONCAT,
     KV_CONCAT_QUANT,
     OPS,
     QKV_QUANT,
-    SOURCE,
     MlaPrefillConfig,
 )
 from k3cupy.reference import mla_prefill as reference
@@ -326,9 +323,6 @@ def explain_mla_prefill(op: str, /, *args: Any, **kwargs: Any) -> Choice:
         args: its positional arguments.
         kwargs: its keyword arguments.
 
-    Returns:
-        Kernel, configuration, template instance and the reason in words.
-
     Example:
         >>> import torch, k3cupy
         >>> kv = torch.randn(3, 12, 256, dtype=torch.bfloat16)
@@ -337,12 +331,18 @@ def explain_mla_prefill(op: str, /, *args: Any, **kwargs: Any) -> Choice:
     """
     if op not in OPS:
         reject("op", " or ".join(map(repr, OPS)), repr(op))
-    given = bound(globals()[op], args, kwargs)
-    checks.check_flags(pdl=given["pdl"])
+
+    def prepare(given: dict[str, Any]) -> None:
+        _check(given)
+        names = SIGNATURES[op].out_names
+        given |= zip(names, SIGNATURES[op].split_out(given["out"]), strict=True)
+
+    return _OPERATIONS[op].explain(args, kwargs, prepare)
+
+
+def _check(given: Given) -> None:
+    checks.check_flags(given, "pdl")
     checks.check_config(given["config"], MlaPrefillConfig)
-    signature = SIGNATURES[op]
-    given |= zip(signature.out_names, signature.split_out(given["out"]), strict=True)
-    return _OPERATIONS[op].explain(given)
 
 
 def _run(
@@ -353,23 +353,15 @@ def _run(
     pdl: bool | None,
     config: MlaPrefillConfig | None,
 ) -> Any:
-    if config is not None:
-        checks.check_config(config, MlaPrefillConfig)
-    if pdl is not None:
-        checks.check_flags(pdl=pdl)
+    if config is not None or pdl is not None:
+        _check(locals())
     values = (*inputs, *SIGNATURES[op].split_out(out))
     return _OPERATIONS[op](values, (pdl, config), stream)
 
 
-def _choose(
-    problem: mla.MlaProblem, gpu: DeviceInfo, _pdl: bool | None, config: MlaPrefillConfig | None
-) -> Choice:
-    found = choose_prefill(problem.variant, problem.num_tokens, problem.num_heads, gpu, config)
-    return checks.told_of_slow_rows(found, problem)
-
-
-def _launches(problem: mla.MlaProblem, choice: Choice, gpu: DeviceInfo) -> list[Launch]:
-    return kernel.launches(problem, choice.config, gpu.num_sms)
+def _choose(problem: mla.MlaProblem, gpu: DeviceInfo, given: Given) -> Choice:
+    tokens, heads = problem.num_tokens, problem.num_heads
+    return choose_prefill(problem.variant, tokens, heads, gpu, given["config"])
 
 
 _REFERENCES: dict[str, Callable[..., None]] = {
@@ -389,18 +381,13 @@ def _compute(problem: mla.MlaProblem, arrays: dict[str, Any]) -> None:
 
 
 def _operation(signature: Signature) -> Operation:
-    def accepted(values: Values, _pdl: Any, _config: Any) -> mla.MlaProblem:
-        return accept(signature, values)
-
     return Operation(
-        kernel=KERNEL,
+        function=globals()[signature.op],
+        kernel=kernel,
         arguments=signature.arguments,
         options=("pdl", "config"),
-        sources=(SOURCE,),
-        accept=accepted,
+        accept=lambda values, _given: accept(signature, values),
         choose=_choose,
-        launches=_launches,
-        instance=kernel.instance_of,
         reference=_compute,
         verify=mla.verify,
     )

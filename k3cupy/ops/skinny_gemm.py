@@ -12,11 +12,10 @@ from k3cupy.accept import checks, gemm
 from k3cupy.accept.gemm import GemmProblem, check_skinny_config
 from k3cupy.call.arguments import Values
 from k3cupy.call.choice import Choice
-from k3cupy.call.launch import Launch
-from k3cupy.call.operation import Operation, bound
+from k3cupy.call.operation import Given, Operation
 from k3cupy.choose.gemm import SKINNY, choose
 from k3cupy.kernels import skinny_gemm as kernel
-from k3cupy.kernels.skinny_gemm import SOURCE, SkinnyGemmConfig
+from k3cupy.kernels.skinny_gemm import SkinnyGemmConfig
 from k3cupy.reference.skinny_gemm import skinny_gemm_reference
 from k3cupy.runtime.devices import DeviceInfo
 
@@ -74,20 +73,15 @@ def skinny_gemm(
         >>> k3cupy.skinny_gemm(x[:, 6144:6272], weight, residual)[0, 0]
         tensor(129., dtype=torch.float16)
     """
-    if config is not None:
-        check_skinny_config(config)
-    if type(weight_is_static) is not bool or type(pdl) not in _OPTIONAL:
-        checks.check_flags(pdl=pdl, weight_is_static=weight_is_static)
+    if config is not None or type(weight_is_static) is not bool or type(pdl) not in _OPTIONAL:
+        _check(locals())
     return OPERATION((x, weight, residual, out), (pdl, weight_is_static, config), stream)
 
 
 def explain_skinny_gemm(*args: Any, **kwargs: Any) -> Choice:
     """Say what ``skinny_gemm`` would run, and why; launch nothing.
 
-    Takes the arguments of that function, validates them as it does, and raises the same errors.
-
-    Returns:
-        Kernel, configuration, template instance and the reason in words.
+    Takes the arguments of that function, and raises the same errors.
 
     Example:
         >>> import torch, k3cupy
@@ -95,40 +89,32 @@ def explain_skinny_gemm(*args: Any, **kwargs: Any) -> Choice:
         >>> print(k3cupy.explain_skinny_gemm(x, weight))
         skinny on the CPU: the tensors are on the CPU
     """
-    given = bound(skinny_gemm, args, kwargs)
-    checks.check_flags(pdl=given["pdl"], weight_is_static=given["weight_is_static"])
-    check_skinny_config(given["config"])
-    return OPERATION.explain(given)
+    return OPERATION.explain(args, kwargs, _check)
 
 
 _OPTIONAL = (type(None), bool)
 
 
-def _accept(values: Values, _pdl: Any, weight_is_static: bool, _config: Any) -> GemmProblem:
-    return gemm.accept(gemm.OURS, gemm.SKINNY, values, weight_is_static=weight_is_static)
+def _check(given: Given) -> None:
+    checks.check_flags(given, "pdl", "weight_is_static")
+    check_skinny_config(given["config"])
 
 
-def _choose(
-    problem: GemmProblem,
-    gpu: DeviceInfo,
-    _pdl: bool | None,
-    _weight_is_static: bool,
-    config: SkinnyGemmConfig | None,
-) -> Choice:
-    found = choose(
+def _accept(values: Values, given: Given) -> GemmProblem:
+    static = given["weight_is_static"]
+    return gemm.accept(gemm.OURS, gemm.SKINNY, values, weight_is_static=static)
+
+
+def _choose(problem: GemmProblem, gpu: DeviceInfo, given: Given) -> Choice:
+    return choose(
         (SKINNY,),
         problem.n,
         problem.k,
         problem.num_tokens,
         gpu,
         residual=problem.residual is not None,
-        config=check_skinny_config(config, problem.num_tokens),
+        config=check_skinny_config(given["config"], problem.num_tokens),
     )
-    return checks.told_of_slow_rows(found, problem)
-
-
-def _launches(problem: GemmProblem, choice: Choice, _gpu: DeviceInfo) -> list[Launch]:
-    return [kernel.launch(problem, choice.config)]
 
 
 def _compute(problem: GemmProblem, arrays: dict[str, Any]) -> None:
@@ -136,13 +122,11 @@ def _compute(problem: GemmProblem, arrays: dict[str, Any]) -> None:
 
 
 OPERATION = Operation(
-    kernel=SKINNY,
+    function=skinny_gemm,
+    kernel=kernel,
     arguments=gemm.OURS.arguments,
     options=("pdl", "weight_is_static", "config"),
-    sources=(SOURCE,),
     accept=_accept,
     choose=_choose,
-    launches=_launches,
-    instance=kernel.instance_of,
     reference=_compute,
 )

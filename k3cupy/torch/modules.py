@@ -70,7 +70,7 @@ def enable_low_latency_gemm(
         (1, 'on the CPU: framework linear until it moves to a GPU')
     """
     _check_module(module)
-    checks.check_flags(warmup=warmup)
+    checks.check_flags(locals(), "warmup")
     counts = tuple(sorted(set(tokens_of(tokens, MAX_TOKENS))))
     from k3cupy.torch import torch_linear
 
