@@ -11,6 +11,7 @@ from pathlib import Path
 # Before anything imports distutils, which it replaces: PyTorch's compiler needs the new one.
 with contextlib.suppress(ImportError):
     import setuptools  # noqa: F401
+
 # The workers of one run share the cores: PyTorch must not start a thread a core in each.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,6 +19,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import pytest
 import torch
 from gemm_helpers import GEMMS, Gemm
+from helpers import DEVICES
 from hypothesis import settings
 
 import k3cupy
@@ -26,8 +28,6 @@ import k3cupy
 settings.register_profile("suite", max_examples=40, derandomize=True, deadline=None, database=None)
 settings.register_profile("fuzz", max_examples=3000, deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def pytest_configure() -> None:

@@ -18,10 +18,10 @@ import torch
 import k3cupy
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, oracle.E4M3
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CACHE_KINDS = ("same", "fp8", "uint8", "ds_mla")
 NAN_BYTE = 0xFF
 GUARD_BYTES = 256
-SPLITS = (0, 1, 3)
 
 
 def op(*args: Any, **kwargs: Any) -> Any:
@@ -317,13 +317,6 @@ def run_and_check(call: Call, **extra: Any) -> Any:
     for name, saved in inputs.items():
         oracle.assert_same_bits(oracle.bits(getattr(call, name)), saved, f"input {name}")
     return mqa_q
-
-
-def poisoned_out(call: Call, *, shift: int = 0) -> Guarded:
-    """An `out=` buffer of the right type, filled with a pattern, inside guard bands."""
-    dtype = E4M3 if call.options.get("q_scale_inv") is not None else call.ql_nope.dtype
-    shape = (call.tokens, call.ql_nope.shape[1], oracle.ROW)
-    return Guarded(shape, dtype, call.cache.device, shift=shift)
 
 
 def check_guards(box: Guarded, before: torch.Tensor) -> None:

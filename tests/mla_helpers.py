@@ -29,7 +29,6 @@ NOPE, ROPE, QK, V = 128, 64, 192, 128
 INSERTS = ("insert", "ds_mla", "fp8")
 CONCATS = ("concat", "concat_fp8")
 KINDS = (*INSERTS, *CONCATS)
-KEYS_ONLY = ("insert", "ds_mla", "concat")
 NAMES = {
     "decode": "fused_mla_decode_q_concat_kv_cache_insert",
     "insert": "fused_mla_key_concat_kv_cache_insert",

@@ -12,15 +12,15 @@ import pytest
 import torch
 from bench_helpers import ROOT, document
 from click.testing import CliRunner
+from k3cupy.ops.gemm_entry import USER, entry_of
 from tune_helpers import GPU, FakeMeter, made_up_us, use_fake_gpu
 from tune_helpers import run as tune_with
 
 from k3cupy.bench import forms, report
 from k3cupy.cli import main
-from k3cupy.tuning.candidates import LINEAR, Candidate, Target, entry_from, times_of
 from k3cupy.ops import fused_a_gemm_choice
-from k3cupy.ops.gemm_entry import USER, entry_of
 from k3cupy.runtime.devices import DeviceInfo
+from k3cupy.tuning.candidates import LINEAR, Candidate, Target, entry_from, times_of
 
 # --- The fused-A GEMM ---
 

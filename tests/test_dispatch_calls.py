@@ -7,6 +7,7 @@ import re
 import timeit
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
 from typing import Any
@@ -17,13 +18,15 @@ import torch
 from array_helpers import jax_of, numpy_of, torch_of
 from dispatch_helpers import DispatchDevice, only_row, says
 from fake_device import H200
-from gemm_helpers import inputs, normal
+from gemm_helpers import fresh_plans, inputs, normal
 from gemm_table_helpers import measured, second, user_cache
 from helpers import BF16, FP16, Producer, refused
 
 import k3cupy
-from k3cupy.dispatch import backends, linear
-from k3cupy.dispatch.plans import plan
+from k3cupy.choose.gemm import ALL, choose
+from k3cupy.kernels import fused_a_gemm, skinny_gemm
+from k3cupy.ops import dispatch_report, linear
+from k3cupy.ops.warmup import wanted_of
 from k3cupy.runtime import devices, instances
 
 pytestmark = pytest.mark.usefixtures("fresh_counts")
@@ -69,7 +72,7 @@ def test_arrays_of_other_frameworks(wrap: Callable[[Any], Any], with_residual: b
     exact = x.double() @ weight.double().T + residual.double() * with_residual
     got = torch_of(out, BF16).double()
     assert ((got - exact).abs() <= exact.abs() * 2**-8 + 1e-4).all()
-    assert says(only_row().decision.reason, "x", "(?i)cpu")
+    assert says(only_row().choice.reason, "x", "(?i)cpu")
 
 
 def test_wide_numpy_arrays_stay_wide() -> None:
@@ -124,7 +127,7 @@ def test_tensors_without_memory() -> None:
     """Meta and fake tensors are for the framework, as a compiler's tracing has them."""
     x, weight = (torch.zeros(*shape, dtype=BF16, device="meta") for shape in ((4, K), (48, K)))
     assert k3cupy.low_latency_linear(x, weight).shape == (4, 48)
-    assert says(only_row().decision.reason, "x", "meta")
+    assert says(only_row().choice.reason, "x", "meta")
     k3cupy.reset_dispatch_report()
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -140,18 +143,19 @@ def test_tensors_without_memory() -> None:
 
 def test_a_call_reaches_the_kernel_of_the_plan(gpu: DispatchDevice) -> None:
     x, weight = inputs(16, N, K)
-    wanted = plan(N, K, 16, H200)
+    wanted = choose(ALL, N, K, 16, H200)
+    assert wanted.kernel == "fused_a"
+    name = wanted.config.name_expression(fused_a_gemm.Variant())
+    wanted = replace(wanted, name_expression=name, pdl=True)
     assert k3cupy.explain_low_latency_gemm(x, weight) == wanted
-    assert wanted.backend == "fused_a"
     assert len(k3cupy.dispatch_report()) == 0, "explaining counts nothing"
     out = k3cupy.try_low_latency_gemm(x, weight)
     assert out.shape == (16, N)
-    variant = k3cupy.FusedAGemmVariant()
-    assert gpu.loaded == [wanted.config.name_expression(variant)]
+    assert gpu.loaded == [name]
     ((_, arguments),) = gpu.launches
     assert x.data_ptr() in arguments
     row = only_row()
-    assert (row.decision, row.calls) == (wanted, 1)
+    assert (row.choice, row.calls) == (wanted, 1)
 
 
 def test_a_repeated_call_is_one_look_up(
@@ -170,8 +174,8 @@ def test_a_repeated_call_is_one_look_up(
 def test_promises_residual_and_layout_reach_the_instance(gpu: DispatchDevice) -> None:
     x, weight = inputs(16, N, K, strides=(6288, 1))
     k3cupy.low_latency_linear(x, weight, normal((16, N), 3), weight_is_static=True)
-    variant = k3cupy.FusedAGemmVariant(False, True, True, True)
-    wanted = plan(N, K, 16, H200, has_residual=True)
+    variant = fused_a_gemm.Variant(False, True, True, True)
+    wanted = choose(ALL, N, K, 16, H200, residual=True)
     assert gpu.loaded == [wanted.config.name_expression(variant)]
 
 
@@ -188,7 +192,7 @@ def test_skinny_is_reached(
     with user_cache(tmp_path, monkeypatch, entry):
         k3cupy.low_latency_linear(x, weight, residual, weight_is_static=True)
         config = second(4, "skinny", n, k)
-        variant = k3cupy.SkinnyGemmVariant(has_residual=True, weight_is_static=True)
+        variant = skinny_gemm.Variant(has_residual=True, weight_is_static=True)
         assert gpu.loaded[1:] == [config.name_expression(variant)]
         ((_, arguments),) = gpu.launches[1:]
         assert residual.data_ptr() in arguments
@@ -206,7 +210,7 @@ def test_a_fall_back_is_not_decided_again(gpu: DispatchDevice) -> None:
     assert torch.equal(k3cupy.low_latency_linear(x, weight), x @ weight.T)
     row = only_row()
     assert row.calls == 4
-    assert says(row.decision.reason, "x", "6285")
+    assert says(row.choice.reason, "x", "6285")
     assert gpu.launches == []
 
 
@@ -251,7 +255,7 @@ def test_a_wrapper_without_memory_is_not_taken_for_a_tensor(gpu: DispatchDevice)
         assert k3cupy.try_low_latency_gemm(wrapper, weight) is None
         assert k3cupy.try_low_latency_gemm(x, weight) is not None
     reason = k3cupy.explain_low_latency_gemm(wrapper, weight).reason
-    assert says(reason, "x", "no memory of its own")
+    assert says(reason, "x", "without any")
 
 
 def test_no_tokens(gpu: DispatchDevice) -> None:
@@ -270,7 +274,7 @@ def test_a_capture_names_the_warm_up(gpu: DispatchDevice) -> None:
         r"k3cupy::skinny_gemm<.*> is not loaded and stream 0x4d is capturing", str(caught.value)
     )
     assert (
-        "k3cupy.warmup_low_latency_gemm([(1536, 128)], tokens=[4], residual=False, "
+        "k3cupy.warmup('low_latency_linear', shapes=[(1536, 128)], tokens=[4], residual=False, "
         "batch_invariant=False, weight_is_static=True)" in str(caught.value)
     )
     assert gpu.loaded == []
@@ -289,7 +293,7 @@ def test_without_the_gpu_stack_the_frameworks_linear_runs(
     with pytest.warns(UserWarning, match="CuPy does not import"):
         out = k3cupy.low_latency_linear(x, weight)
     assert torch.equal(out, torch.nn.functional.linear(x, weight))
-    assert only_row().decision.reason == "CuPy does not import"
+    assert only_row().choice.reason == "CuPy does not import"
 
 
 def test_a_kernel_that_cannot_be_built_here_falls_back(
@@ -302,7 +306,7 @@ def test_a_kernel_that_cannot_be_built_here_falls_back(
     x, weight = inputs(4, N, K)
     with pytest.warns(UserWarning, match="cannot run: the CUDA headers"):
         assert k3cupy.try_low_latency_gemm(x, weight) is None
-    assert only_row().decision.reason == "the CUDA headers were not found"
+    assert only_row().choice.reason == "the CUDA headers were not found"
 
 
 # Counting
@@ -336,10 +340,21 @@ def test_the_report() -> None:
     assert k3cupy.dispatch_report().calls == 1
 
 
+def test_many_tokens_share_a_line_of_the_report(gpu: DispatchDevice) -> None:
+    """However long prefills are: neither the report nor the log grows with their lengths."""
+    weight = normal((N, K), 1)
+    for tokens in (65, 66, 300):
+        k3cupy.low_latency_linear(normal((tokens, K), 2), weight)
+    row = only_row()
+    assert (row.tokens, row.calls) == (">64", 3)
+    assert says(row.choice.reason, "x", "^more$")
+
+
 def test_one_log_line_for_each_new_decision(
     gpu: DispatchDevice, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("k3cupy.dispatch.report._counters", {})
+    monkeypatch.setattr(dispatch_report, "counters", counters := {})
+    monkeypatch.setattr(linear, "counters", counters)
     caplog.set_level(logging.DEBUG, logger="k3cupy.dispatch")
     x, weight = inputs(4, N, K)
     for _ in range(3):
@@ -400,18 +415,12 @@ class Forgetful(list[Any]):
         return None
 
 
-def test_every_backend_plans_with_the_same_values(gpu: DispatchDevice) -> None:
+@pytest.mark.parametrize("op", ["fused_a_gemm", "skinny_gemm"])
+def test_every_kernel_loads_what_its_warm_up_compiles(
+    op: str, gpu: DispatchDevice, tmp_path: Path
+) -> None:
     x, weight = inputs(4, N, K)
-    for name in backends.names():
-        backend = backends.get(name)
-        config, _ = backend.choose(N, K, 4, H200)
-        made = backend.make_plan(
-            (x, weight, None, None), config, None, weight_is_static=False, batch_invariant=False
-        )
-        out = made.run((x, weight, None, None), [x.data_ptr(), weight.data_ptr(), 0, 0], None)
-        assert out.shape == (4, N)
-        names = {
-            instance.name_expression
-            for instance in backend.instances(config, weight_is_static=False, has_residual=False)
-        }
-        assert gpu.loaded[-1] in names
+    wanted = wanted_of(op, {"shapes": [(N, K)], "tokens": 4})(H200)
+    with fresh_plans(tmp_path):
+        assert getattr(k3cupy, op)(x, weight).shape == (4, N)
+    assert gpu.loaded[-1] in {instance.name_expression for instance in wanted}

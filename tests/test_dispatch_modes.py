@@ -36,7 +36,7 @@ def enter_batch_invariant_mode(enabled: Any) -> None:
 
 
 def test_modes_and_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("k3cupy.dispatch.mode._of_process", None)
+    monkeypatch.setattr("k3cupy.ops.batch_invariance._of_process", None)
     assert not k3cupy.is_batch_invariant()
     for value, wanted in (("1", True), ("0", False), ("", False), ("yes", True)):
         monkeypatch.setenv("K3CUPY_BATCH_INVARIANT", value)
@@ -91,23 +91,31 @@ def test_many_rows_go_in_slices(gpu: DispatchDevice, with_residual: bool) -> Non
         assert arguments[8] == at
     row = only_row()
     assert row.tokens == ">64"
-    assert "in slices of 64 rows" in row.decision.reason
+    assert "in slices of 64 rows" in row.choice.reason
     assert k3cupy.try_low_latency_gemm(x, weight, residual) is None
 
 
-def test_what_cannot_be_sliced_says_so(gpu: DispatchDevice) -> None:
-    x, weight = (Producer(t) for t in inputs(65, N, K))
-    found = k3cupy.explain_low_latency_gemm(x, weight, batch_invariant=True)
-    assert "tensors of dlpack are not cut here" in found.reason
-    assert found.reason.endswith("batch invariance does not hold for this call")
+def test_slices_need_nothing_of_the_producer(gpu: DispatchDevice) -> None:
+    """A bare DLPack producer cannot be cut, but its addresses can be counted."""
+    x, weight = inputs(65, N, K)
+    bare = Producer(x), Producer(weight)
+    found = k3cupy.explain_low_latency_gemm(*bare, batch_invariant=True)
+    assert found.kernel == "fused_a"
+    assert "in slices of 64 rows" in found.reason
+    wanted = k3cupy.explain_low_latency_gemm(x, weight, batch_invariant=True)
+    assert (found.config, found.name_expression) == (wanted.config, wanted.name_expression)
 
 
 # Warming up
 
 
+def warm_up(**options: Any) -> int:
+    return k3cupy.warmup("low_latency_linear", progress=False, **options)
+
+
 def test_warm_up_compiles_what_the_calls_will_run(gpu: DispatchDevice) -> None:
     tokens, weight = [1, 2, 8, 16, 40], normal((N, K), 1)
-    count = k3cupy.warmup_low_latency_gemm([(N, K)], tokens, weight_is_static=True, device=0)
+    count = warm_up(shapes=[(N, K)], tokens=tokens, weight_is_static=True, device=0)
     compiled = set(gpu.loaded)
     assert count == len(gpu.loaded) == len(compiled)
     for m in tokens:
@@ -120,7 +128,7 @@ def test_warm_up_compiles_what_the_calls_will_run(gpu: DispatchDevice) -> None:
 def test_warm_up_of_batch_invariant_slices(tokens: int, gpu: DispatchDevice) -> None:
     residual = normal((tokens, N), 3)
     with k3cupy.batch_invariant_mode():
-        k3cupy.warmup_low_latency_gemm([(N, K)], tokens, residual=True, device=0)
+        warm_up(shapes=[(N, K)], tokens=tokens, residual=True, device=0)
         compiled = set(gpu.loaded)
         gpu.loads.clear()
         for x in (normal((tokens, K), 2), torch.zeros(tokens, 6288, dtype=BF16)[:, :K]):
@@ -132,7 +140,7 @@ def test_warm_up_of_batch_invariant_slices(tokens: int, gpu: DispatchDevice) -> 
 def test_warm_up_of_what_the_framework_runs_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = fake_gpu(monkeypatch)
     monkeypatch.setattr(devices, "info", lambda _: H200)
-    assert k3cupy.warmup_low_latency_gemm([(7168, 3584)], [64, 65, 1000]) == 0
+    assert warm_up(shapes=[(7168, 3584)], tokens=[64, 65, 1000]) == 0
     assert compiler.compiled == []
 
 
@@ -157,5 +165,5 @@ def test_warm_up_refuses(
     monkeypatch.setattr(devices, "info", lambda _: H200)
     (name,) = options
     arguments = {"shapes": [(N, K)], **options}
-    refused(arguments, name, f"^{found}$", operation=k3cupy.warmup_low_latency_gemm)
+    refused(arguments, name, f"^{found}$", operation=warm_up)
     assert compiler.compiled == []

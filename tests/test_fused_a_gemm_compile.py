@@ -6,6 +6,7 @@ import functools
 import itertools
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from toolchain_helpers import (
@@ -22,9 +23,8 @@ from toolchain_helpers import (
 )
 
 from k3cupy import projections
-from k3cupy.choose.fused_a_gemm import choose, shipped_configs
-from k3cupy.kernels.fused_a_gemm import SOURCE, FusedAGemmConfig, FusedAGemmVariant
-from k3cupy.ops.gemm_tables import TOKENS
+from k3cupy.choose.gemm import FUSED_A, TOKENS, choose
+from k3cupy.kernels.fused_a_gemm import SOURCE, FusedAGemmConfig, Variant
 from k3cupy.runtime import sources
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import CompileError
@@ -35,20 +35,20 @@ pytestmark = pytest.mark.compiles
 
 SHARED_MEMORY = {"sm_80": 166_912, "sm_86": 101_376, "sm_89": 101_376, "sm_120": 101_376}
 VARIANTS = [
-    FusedAGemmVariant(packed, aligned, static, residual)
+    Variant(packed, aligned, static, residual)
     for packed, aligned, static, residual in itertools.product((True, False), repeat=4)
     if aligned or not packed
 ]
 CONFIG = FusedAGemmConfig(16, 32, 128, 4, 2, 4, 1, 1, 2)
 WARPGROUPS = [
-    FusedAGemmConfig(64, 64, 128, 7, 7, 1, 4, 1, 2, 64),
-    FusedAGemmConfig(64, 64, 256, 3, 2, 2, 4, 2, 4, 64),
-    FusedAGemmConfig(32, 128, 64, 9, 9, 1, 8, 1, 2, 64),
-    FusedAGemmConfig(64, 192, 64, 7, 7, 1, 4, 1, 2, 64),
-    FusedAGemmConfig(64, 72, 128, 6, 6, 1, 4, 2, 2, 8),
-    FusedAGemmConfig(64, 112, 128, 5, 5, 2, 4, 1, 2, 8),
-    FusedAGemmConfig(64, 64, 128, 7, 7, 2, 4, 1, 2, 64, mapped_x=True),
-    FusedAGemmConfig(64, 24, 64, 9, 9, 1, 4, 1, 2, 8, mapped_x=True),
+    FusedAGemmConfig(64, 64, 128, 7, 7, 1, 4, 1, 2, "warpgroup"),
+    FusedAGemmConfig(64, 64, 256, 3, 2, 2, 4, 2, 4, "warpgroup"),
+    FusedAGemmConfig(32, 128, 64, 9, 9, 1, 8, 1, 2, "warpgroup"),
+    FusedAGemmConfig(64, 192, 64, 7, 7, 1, 4, 1, 2, "warpgroup"),
+    FusedAGemmConfig(64, 72, 128, 6, 6, 1, 4, 2, 2, "warpgroup_tokens"),
+    FusedAGemmConfig(64, 112, 128, 5, 5, 2, 4, 1, 2, "warpgroup_tokens"),
+    FusedAGemmConfig(64, 64, 128, 7, 7, 2, 4, 1, 2, "warpgroup", mapped_x=True),
+    FusedAGemmConfig(64, 24, 64, 9, 9, 1, 4, 1, 2, "warpgroup_tokens", mapped_x=True),
 ]
 MAPPED = replace(CONFIG, mapped_x=True)
 REGISTERS = 65_536
@@ -59,7 +59,7 @@ class Reached:
     """An instance that a call of some projection's shape can get."""
 
     config: FusedAGemmConfig
-    variant: FusedAGemmVariant
+    variant: Variant
 
     @property
     def name(self) -> str:
@@ -86,12 +86,28 @@ def reached(arch: str) -> tuple[Reached, ...]:
     gpu = DeviceInfo(0, arch, capability(arch), 132, SHARED_MEMORY.get(arch, 232_448))
     shapes = projections.shapes()
     configs = dict.fromkeys(
-        choose(p.n, p.k, tokens, gpu, batch_invariant=invariant)[0]
+        choose((FUSED_A,), p.n, p.k, tokens, gpu, batch_invariant=invariant).config
         for p in share_of(shapes, f"shapes for {arch}", len(shapes) if arch == "sm_90" else 8)
         for tokens in TOKENS
         for invariant in (False, True)
     )
     return tuple(Reached(config, variant) for config in configs for variant in VARIANTS)
+
+
+@functools.cache
+def shipped_configs() -> tuple[FusedAGemmConfig, ...]:
+    """Every configuration that a shipped table leads to, those of batch invariance too."""
+    h200 = DeviceInfo(0, "NVIDIA H200", (9, 0), 132, 232_448)
+    return tuple(
+        dict.fromkeys(
+            choose(
+                (FUSED_A,), p.n, p.k, tokens, h200, residual=residual, batch_invariant=invariant
+            ).config
+            for p in projections.shapes()
+            for tokens in TOKENS
+            for residual, invariant in ((False, False), (True, False), (False, True))
+        )
+    )
 
 
 def shared(arch: str) -> list[Reached]:
@@ -105,7 +121,7 @@ def shared(arch: str) -> list[Reached]:
 
 def code_problems(
     program: list[Instruction],
-    variant: FusedAGemmVariant,
+    variant: Variant,
     arch: str,
     product: str = "HMMA",
 ) -> list[str]:
@@ -134,7 +150,7 @@ def test_instances(arch: str, part: slice) -> None:
 
 # Single instances of sm_90, read closely
 
-PLAIN, STATIC = (FusedAGemmVariant(weight_is_static=static) for static in (False, True))
+PLAIN, STATIC = (Variant(weight_is_static=static) for static in (False, True))
 CLUSTERS = [Reached(replace(CONFIG, split_k=split), PLAIN) for split in (2, 4, 8)]
 PROMISED = [Reached(CONFIG, variant) for variant in (PLAIN, STATIC)]
 RESIDUALS = [
@@ -214,7 +230,7 @@ def check_products_of_a_warpgroup(wanted: list[Reached]) -> None:
         assert "LDSM" not in {i.base for i in code.program}
         products = sum(i.base == "HGMMA" for i in code.program)
         waits = sum(i.opcode.startswith("WARPGROUP.DEPBAR") for i in code.program)
-        rows = 16 if config.mma_rows == 64 else config.tile_n // (config.warps_n // 4) // 4
+        rows = 16 if config.product == "warpgroup" else config.tile_n // (config.warps_n // 4) // 4
         per_stage = config.tile_k // 16 // config.warps_k * config.tile_n // rows // config.warps_n
         assert products % per_stage == 0, instance.name
         assert waits <= products // per_stage + 1, instance.name
@@ -240,7 +256,7 @@ def test_products_of_a_warpgroup_that_the_table_names() -> None:
 
 
 def test_products_of_a_warpgroup_need_their_architecture() -> None:
-    name = WARPGROUPS[0].name_expression(FusedAGemmVariant())
+    name = WARPGROUPS[0].name_expression(Variant())
     with pytest.raises(CompileError, match="sm_90a"):
         compile_cubin(SOURCE, [name], "sm_90")
 
@@ -252,17 +268,16 @@ def test_products_of_a_warpgroup_need_their_architecture() -> None:
         {"warps_n": 2},
         {"tile_n": 96},
         {"tile_n": 32},
-        {"mma_rows": 32},
         {"tile_k": 64, "warps_k": 8},
-        {"mma_rows": 8, "tile_m": 32},
+        {"product": "warpgroup_tokens", "tile_m": 32},
     ],
     ids=str,
 )
-def test_the_compiler_refuses_what_a_warpgroup_cannot(changes: dict[str, int]) -> None:
+def test_the_compiler_refuses_what_a_warpgroup_cannot(changes: dict[str, Any]) -> None:
     impossible = replace(WARPGROUPS[0], **changes)
     assert not impossible.is_valid()
     with pytest.raises(CompileError, match=r"static assertion|static_assert"):
-        compile_cubin(SOURCE, [impossible.name_expression(FusedAGemmVariant())], "sm_90a")
+        compile_cubin(SOURCE, [impossible.name_expression(Variant())], "sm_90a")
 
 
 @pytest.mark.parametrize(
@@ -283,7 +298,7 @@ def test_the_compiler_refuses_what_is_not_valid(changes: dict[str, int]) -> None
     impossible = replace(CONFIG, **changes)
     assert not impossible.is_valid()
     with pytest.raises(CompileError, match=r"static assertion|static_assert"):
-        compile_cubin(SOURCE, [impossible.name_expression(FusedAGemmVariant())], "sm_90")
+        compile_cubin(SOURCE, [impossible.name_expression(Variant())], "sm_90")
 
 
 def test_the_kernel_and_the_host_agree_on_shared_memory(tmp_path: Path) -> None:
@@ -293,8 +308,8 @@ def test_the_kernel_and_the_host_agree_on_shared_memory(tmp_path: Path) -> None:
     others = (CONFIG, MAPPED, replace(CONFIG, split_k=8, tile_m=64), *WARPGROUPS)
     for config in (*configs, *others):
         fields = (config.tile_m, config.tile_n, config.tile_k, config.stages, config.stages_x)
-        fields += (config.warps_k, config.split_k, config.mma_rows, str(config.mapped_x).lower())
-        layout = ", ".join(map(str, fields))
+        fields += (config.warps_k, config.split_k, config.product_rows)
+        layout = ", ".join(map(str, (*fields, str(config.mapped_x).lower())))
         inbox = 4 * config.tile_m * config.tile_n * (config.split_k > 1)
         size = f"SharedLayout<{layout}>::kInbox + {inbox}"
         checks.append(f'static_assert({size} == {config.shared_bytes}, "{config}");')

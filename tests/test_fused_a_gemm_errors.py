@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from fake_device import H200, FakeDevice
+from fake_device import H200
 from gemm_helpers import (
-    EXAMPLES,
+    FUSED_A,
     assert_product,
     inputs,
     normal,
@@ -25,7 +25,6 @@ from hypothesis import strategies as st
 
 import k3cupy
 from k3cupy import projections
-from k3cupy.choose.fused_a_gemm import choose
 from k3cupy.runtime import devices
 from k3cupy.runtime.devices import DeviceInfo
 
@@ -123,7 +122,7 @@ ODD = [(1, 16), (7, 80), (16, 64), (100, 20000)]
     st.sampled_from([232_448, 166_912, *SMALL_GPUS]),
     st.booleans(),
 )
-@settings(EXAMPLES, max_examples=400)
+@settings(max_examples=400)
 def test_case04_every_choice_fits_the_gpu(
     shape: tuple[int, int],
     tokens: int,
@@ -132,26 +131,23 @@ def test_case04_every_choice_fits_the_gpu(
     batch_invariant: bool,
 ) -> None:
     gpu = DeviceInfo(0, "a GPU", capability, 100, limit)
-    config, reason = choose(*shape, tokens, gpu, batch_invariant=batch_invariant)
-    assert config.is_valid(gpu)
-    assert config.tile_m >= tokens
-    assert reason
+    found = FUSED_A.chosen(shape, tokens, gpu, batch_invariant=batch_invariant)
+    assert found.config.is_valid(gpu)
+    assert found.config.tile_m >= tokens
+    assert found.reason
 
 
 @pytest.mark.parametrize("limit", [232_448, *SMALL_GPUS])
 def test_batch_invariant_choices_sum_in_one_order(limit: int) -> None:
     gpu = replace(H200, shared_memory_optin=limit)
-    for n, k in SHAPES:
-        orders = {choose(n, k, tokens, gpu, batch_invariant=True)[0].order for tokens in EDGES}
-        assert len(orders) == 1, f"{n} x {k}: {orders}"
+    for shape in SHAPES:
+        found = [FUSED_A.chosen(shape, tokens, gpu, batch_invariant=True) for tokens in EDGES]
+        assert len({choice.config.order for choice in found}) == 1, shape
 
 
 def explained_on(gpu: DeviceInfo, config: k3cupy.FusedAGemmConfig) -> Any:
     """What a call with a configuration does on a GPU that is none."""
-    with pytest.MonkeyPatch.context() as patch:
-        FakeDevice(patch)
-        patch.setattr(devices, "info", lambda _: gpu)
-        return k3cupy.explain_fused_a_gemm(*inputs(M, N, K), config=config)
+    return FUSED_A.chosen((N, K), M, gpu, config=config)
 
 
 def test_case04_a_configuration_that_does_not_fit_names_both_numbers() -> None:

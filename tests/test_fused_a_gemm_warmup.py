@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from fake_device import H200
+from gemm_helpers import FUSED_A
 from helpers import refused
 from toolchain_helpers import FakeGpu, fake_h200
 
 import k3cupy
 from k3cupy.cli import main
-from k3cupy.choose.fused_a_gemm import choose
 
 __all__ = ["fake_h200"]
 
@@ -29,7 +28,7 @@ def warmup(**options: Any) -> int:
 def names_of(
     tokens: range | list[int], *variants: k3cupy.FusedAGemmVariant, invariant: bool = False
 ) -> set[str]:
-    chosen = [choose(*SHAPE, count, H200, batch_invariant=invariant)[0] for count in tokens]
+    chosen = [FUSED_A.chosen(SHAPE, count, batch_invariant=invariant).config for count in tokens]
     return {config.name_expression(variant) for config in chosen for variant in variants}
 
 

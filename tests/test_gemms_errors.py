@@ -59,6 +59,11 @@ def put(
     make(case, name, lambda _: value, found, blamed, only)
 
 
+def exactly(value: Any) -> str:
+    """The value itself is what the message got."""
+    return f"^{re.escape(repr(value))}$"
+
+
 # Types: a float16 x, where it may be one, makes the other tensors the wrong ones
 for n in ("x", "weight", "residual", "out"):
     for wrong in (torch.float32, torch.float64, torch.int16, torch.uint8, E4M3):
@@ -84,7 +89,7 @@ for gemm in GEMMS.values():
     make("weight-narrow", "weight", lambda t, s=step: t[:, :-s], str(K - step), only=gemm)
     make("weight-wide", "weight", lambda t, s=step: padded(t, s), str(K + step), only=gemm)
     too_many = torch.zeros(gemm.max_tokens + 1, K, dtype=BF16)
-    put("too-many-rows", "x", too_many, str(gemm.max_tokens + 1), only=gemm)
+    put("too-many-rows", "x", too_many, rf"\b{gemm.max_tokens + 1}\b", only=gemm)
 make("weight-transposed", "weight", lambda t: t.T.contiguous(), r"\[128, 48\]")
 make("x-narrow", "x", lambda t: t[:, :112], "128", "weight")
 make("no-columns", "weight", lambda t: t[:0], "N = 0")
@@ -108,13 +113,13 @@ make("out-rows-overlap", "out", lambda t: t.flatten().as_strided((M, N), (N - 1,
 for gemm in GEMMS.values():
     for flag in gemm.flags:
         for junk in ([1], "no", 1, 0):
-            put(f"{flag}-{junk!r}", flag, junk, re.escape(repr(junk)), only=gemm)
+            put(f"{flag}-{junk!r}", flag, junk, exactly(junk), only=gemm)
         if flag != "pdl":
-            put(f"{flag}-None", flag, None, "None", only=gemm)
+            put(f"{flag}-None", flag, None, exactly(None), only=gemm)
 for junk in (1, "fast", (8, 64, 4, 2, 8)):
-    put(f"config-{junk!r}", "config", junk, re.escape(repr(junk)))
+    put(f"config-{junk!r}", "config", junk, exactly(junk))
 for gemm, junk in ((FUSED_A, SKINNY_CONFIG), (SKINNY, FUSED_A_CONFIG)):
-    put(f"config-{junk!r}", "config", junk, re.escape(repr(junk)), only=gemm)
+    put(f"config-{junk!r}", "config", junk, exactly(junk), only=gemm)
 for changed in (
     {"tile_m": 24},
     {"tile_m": 128},
@@ -141,7 +146,7 @@ for changed in (
 ):
     wrong_config = replace(SKINNY_CONFIG, **changed)
     put(f"config-{changed}", "config", wrong_config, "SkinnyGemmConfig", only=SKINNY)
-put("config-other-rows", "config", replace(SKINNY_CONFIG, num_rows=7), "7", only=SKINNY)
+put("config-other-rows", "config", replace(SKINNY_CONFIG, num_rows=7), "^7$", only=SKINNY)
 
 
 def arguments_on(device: str) -> tuple[dict[str, Any], Guarded]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 from fake_device import H200
-from gemm_helpers import FUSED_A, SKINNY, Gemm
+from gemm_helpers import FUSED_A, Gemm, fresh_plans, taken_for, unread
 from helpers import refused
 from toolchain_helpers import FakeGpu, fake_h200
 
 import k3cupy
 from k3cupy import projections
-from k3cupy.ops import fused_a_gemm_choice, skinny_gemm_choice
 
 __all__ = ["fake_h200"]
 
@@ -39,15 +39,7 @@ NOT_THEIRS = {"kv_cache", "rope", "split", "query_fp8"}
 
 def kernels_of_the_model(gemm: Gemm, tokens: int) -> set[str]:
     """What calls with the model's weights get."""
-    names = set()
-    for p in projections.shapes():
-        if gemm is SKINNY:
-            skinny, _ = skinny_gemm_choice.choose(p.n, p.k, tokens, H200)
-            names.add(skinny.name_expression(k3cupy.SkinnyGemmVariant()))
-        else:
-            fused, _ = fused_a_gemm_choice.choose(p.n, p.k, tokens, H200)
-            names.add(fused.name_expression(k3cupy.FusedAGemmVariant()))
-    return names
+    return {gemm.chosen((p.n, p.k), tokens).name_expression for p in projections.shapes()}
 
 
 def test_warmup_of_the_model(fake_h200: FakeGpu, gemm: Gemm) -> None:
@@ -56,6 +48,31 @@ def test_warmup_of_the_model(fake_h200: FakeGpu, gemm: Gemm) -> None:
     k3cupy.warmup(gemm.name, tokens=[1, gemm.odd_tokens], progress=False, **options)
     wanted = [kernels_of_the_model(gemm, tokens) for tokens in (1, gemm.odd_tokens)]
     assert set(fake_h200.compiled) == set().union(*wanted)
+
+
+def test_what_is_explained_runs_and_was_compiled_ahead(
+    fake_h200: FakeGpu, gemm: Gemm, tmp_path: Path
+) -> None:
+    """For every layout of x, with a residual and without."""
+    (n, k), tokens = SHAPE, gemm.odd_tokens
+    both = {"residual": [False, True], "vector": [False, True]}
+    k3cupy.warmup(gemm.name, shapes=[SHAPE], tokens=[tokens], progress=False, **both)
+    wide, odd, weight = unread(tokens, k + 8), unread(tokens, k + 9), unread(n, k)
+    layouts = {
+        "packed": unread(tokens, k),
+        "rows apart": wide[:, :k],
+        "rows that overlap": wide.as_strided((tokens, k), (8, 1)),
+        "rows that are not aligned": odd[:, :k],
+        "a slice that is not aligned": wide[:, 1 : k + 1],
+    }
+    with fresh_plans(tmp_path):
+        for layout, x in layouts.items():
+            for residual in (None, unread(tokens, n)):
+                explained = gemm.explain_on_a_gpu(x, weight, residual=residual).name_expression
+                assert explained in fake_h200.compiled, layout
+                with taken_for(H200) as device:
+                    gemm(x, weight, residual=residual)
+                assert device.loaded == [explained], layout
 
 
 def test_arguments(fake_h200: FakeGpu, gemm: Gemm) -> None:

@@ -26,7 +26,7 @@ from toolchain_helpers import (
     write,
 )
 
-from k3cupy.kernels.mla_decode import CANDIDATES, SOURCE, MlaDecodeConfig, MlaDecodeVariant
+from k3cupy.kernels.mla_decode import CANDIDATES, SOURCE, MlaDecodeConfig, Variant
 from k3cupy.runtime import sources
 from k3cupy.runtime.errors import CompileError
 from k3cupy.runtime.offline import compile_cubin
@@ -72,7 +72,7 @@ def test_the_kernels_of_the_benchmark_compile() -> None:
 
 def test_every_candidate_of_the_benchmark_compiles() -> None:
     """What the tables may come to name, and some more that `is_valid` allows."""
-    variant = MlaDecodeVariant("bfloat16", cache="ds_mla", rope=True)
+    variant = Variant("bfloat16", cache="ds_mla", rope=True)
     more = [
         MlaDecodeConfig(0, 72, 1),
         MlaDecodeConfig(0, 936, 1),
@@ -97,7 +97,7 @@ def test_the_compiler_refuses_what_is_not_valid(config: tuple[int, int, int]) ->
     """The static assertions of the kernel and `is_valid` agree."""
     impossible = MlaDecodeConfig(*config)
     assert not impossible.is_valid()
-    name = impossible.name_expression(MlaDecodeVariant("bfloat16"))
+    name = impossible.name_expression(Variant("bfloat16"))
     with pytest.raises(CompileError):
         compile_cubin(SOURCE, [name], "sm_90")
 
@@ -107,7 +107,7 @@ def test_the_compiler_refuses_what_is_not_valid(config: tuple[int, int, int]) ->
 
 COPY, PROMISED = (
     MlaDecodeConfig(3, 256, 1).name_expression(
-        MlaDecodeVariant("bfloat16", kv_inputs_ready=kv_inputs_ready)
+        Variant("bfloat16", kv_inputs_ready=kv_inputs_ready)
     )
     for kv_inputs_ready in (False, True)
 )

@@ -281,9 +281,16 @@ def of_settings(form: Form) -> Iterator[Refusal]:
     for flag in flags:
         for junk in ([1], "no", 1, 0, *(() if flag == "pdl" else (None,))):
             yield put(repr(junk), flag, junk, its_value)
-    config = "split" if form.kind == "decode" else "config"
-    for junk in (5, 2, -1, "3", "fast", 1.0, (1, 2)):
-        yield put(repr(junk), config, junk, its_value)
+    invalid: list[Any]
+    if form.kind == "decode":
+        fields = [(0, 100, 1), (0, 144, 3), (1, 128, 1), (2, 256, 1), (3, 100, 1), (3, 4096, 1)]
+        invalid = [k3cupy.MlaDecodeConfig(*numbers) for numbers in fields]
+        invalid.append(k3cupy.MlaPrefillConfig(8, 1))
+    else:
+        invalid = [k3cupy.MlaPrefillConfig(*pair) for pair in ((4, 1), (8, 5), (0, 0))]
+        invalid.append(k3cupy.MlaDecodeConfig(0, 288, 1))
+    for junk in (5, 2, -1, "3", "fast", 1.0, (1, 2), *invalid):
+        yield put(repr(junk), "config", junk, its_value)
 
 
 def table_of(form: Form) -> dict[str, list[Refusal]]:

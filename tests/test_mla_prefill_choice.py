@@ -9,19 +9,19 @@ from importlib import resources
 from typing import Any
 
 import pytest
-
-from k3cupy.ops import mla_prefill_config
 from k3cupy.ops.measured_table import MeasuredTable
+
 from k3cupy.kernels.mla_prefill import (
     CANDIDATES,
     FEW_ROWS,
     MANY_ROWS,
     OPS,
     MlaPrefillConfig,
-    MlaPrefillVariant,
+    Variant,
     choose,
     dispatched_configs,
 )
+from k3cupy.ops import mla_prefill_config
 from k3cupy.runtime.devices import DeviceInfo
 
 SHIPPED: dict[str, Any] = json.loads(
@@ -52,14 +52,14 @@ def no_table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_nearest_entry(table: None) -> None:
-    variant = MlaPrefillVariant(OP, rope=True)
+    variant = Variant(OP, rope=True)
     assert choose(variant, 2, 12, gpu()) == (CANDIDATES[0], "measured on X at 12 rows, here 24")
     assert choose(variant, 90, 12, gpu())[0] == CANDIDATES[3]
     assert choose(variant, 0, 12, gpu())[0] == CANDIDATES[0]
 
 
 def test_another_gpu_counts_rows_a_multiprocessor(table: None) -> None:
-    config, reason = choose(MlaPrefillVariant(OP), 10, 12, gpu("Y", 10))
+    config, reason = choose(Variant(OP), 10, 12, gpu("Y", 10))
     assert config == CANDIDATES[3]
     assert reason == (
         "Y has no measured table; 120 rows on 10 SMs take the choice of X at 1200 rows (100 SMs)"
@@ -68,13 +68,13 @@ def test_another_gpu_counts_rows_a_multiprocessor(table: None) -> None:
 
 def test_dispatched_configs_follow_the_table(table: None) -> None:
     """So the tests of the machine code, and warmup, see whatever a new table names."""
-    assert dispatched_configs(MlaPrefillVariant(OP)) == (CANDIDATES[0], CANDIDATES[3])
-    assert dispatched_configs(MlaPrefillVariant(OP, vector=False)) == (FEW_ROWS,)
+    assert dispatched_configs(Variant(OP)) == (CANDIDATES[0], CANDIDATES[3])
+    assert dispatched_configs(Variant(OP, vector=False)) == (FEW_ROWS,)
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_the_rule_without_a_table(op: str, no_table: None) -> None:
-    variant = MlaPrefillVariant(op)
+    variant = Variant(op)
     few, reason = choose(variant, 1, 12, gpu())
     assert few == FEW_ROWS
     assert reason == "no measured table has this operation; 12 rows on 100 SMs are few"
@@ -85,12 +85,12 @@ def test_the_rule_without_a_table(op: str, no_table: None) -> None:
 
 
 def test_an_operation_that_the_table_lacks_takes_the_rule(table: None) -> None:
-    assert choose(MlaPrefillVariant(OPS[1]), 1, 12, gpu())[0] == FEW_ROWS
+    assert choose(Variant(OPS[1]), 1, 12, gpu())[0] == FEW_ROWS
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_the_element_wise_kernel_has_one(op: str) -> None:
-    config, reason = choose(MlaPrefillVariant(op, vector=False), 5000, 12, gpu())
+    config, reason = choose(Variant(op, vector=False), 5000, 12, gpu())
     assert config == FEW_ROWS
     assert "element-wise" in reason
 
@@ -117,10 +117,10 @@ def test_only_the_candidates_are_valid(tasks: int, heads: int) -> None:
 
 
 def test_variants_that_do_not_exist() -> None:
-    assert not MlaPrefillVariant("fused_mla_kv_concat", rope=True).is_valid()
-    assert not MlaPrefillVariant("fused_mla_kv_concat", k_pe_fp8=True).is_valid()
-    assert not MlaPrefillVariant(OP, "float32").is_valid()
-    assert not MlaPrefillVariant("fused_mla").is_valid()
+    assert not Variant("fused_mla_kv_concat", rope=True).is_valid()
+    assert not Variant("fused_mla_kv_concat", k_pe_fp8=True).is_valid()
+    assert not Variant(OP, "float32").is_valid()
+    assert not Variant("fused_mla").is_valid()
 
 
 def test_for_people() -> None:

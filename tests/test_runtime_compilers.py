@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 from toolchain_helpers import FakeGpu, fake_gpu
 
-from k3cupy.kernels.mla_decode import DEFAULTS, MlaDecodeVariant
+from k3cupy.kernels.mla_decode import UNTUNED, Variant
 from k3cupy.runtime import binaries, instances, offline, sources, toolchain
 from k3cupy.runtime.instances import Instance
 from k3cupy.runtime.offline import Cubin
 
-ONE = next(iter(DEFAULTS.values())).instance(MlaDecodeVariant.of_kind("fp8+fp8"))
+ONE = UNTUNED.instance(Variant.of_kind("fp8+fp8"))
 ARCH = "sm_90"
 
 _LONG = {

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import refused, run_program
+from helpers import run_program
 from toolchain_helpers import (
     FakeCompileError,
     FakeDriverError,
@@ -29,10 +29,11 @@ from toolchain_helpers import (
 )
 
 import k3cupy
-from k3cupy.kernels.mla_decode import DEFAULTS, SOURCE, MlaDecodeVariant, dispatched_configs
 from k3cupy.runtime import instances, sources, toolchain
+from k3cupy.runtime.instances import Instance
 
-INSTANCES = [c.instance(MlaDecodeVariant("bfloat16")) for c in DEFAULTS.values()]
+SOURCE = "mla_decode.cu"
+INSTANCES = [Instance(SOURCE, f"k3cupy::mla_decode_epilogue<{i}>") for i in range(3)]
 ONE = INSTANCES[0]
 
 
@@ -406,51 +407,3 @@ def test_the_limit_of_shared_memory_only_grows(gpu: FakeGpu) -> None:
         loaded.allow_shared_memory(size)
         assert loaded.function.max_dynamic_shared_size_bytes == limit
     assert gpu.current_device == 0
-
-
-# Arguments of warmup
-
-
-WRONG_FOR_WARMUP: list[tuple[dict[str, Any], str, str]] = [
-    ({"op": "prefill"}, "op", "'prefill'"),
-    ({"dtype": "float32"}, "dtype", "'float32'"),
-    ({"dtype": ["bfloat16", "half"]}, "dtype", "'half'"),
-    ({"kv_cache": "fp4"}, "kv_cache", "'fp4'"),
-    ({"kv_cache": "fp8_ds_mla", "query_fp8": True}, "query_fp8", "True"),
-    ({"split": [1]}, "split", r"\[1\]"),
-    ({"device": 7}, "device", "7"),
-    ({"split": 2}, "split", "2"),
-    ({"split": k3cupy.MlaDecodeConfig(2, 100, 1)}, "split", "MlaDecodeConfig"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "name", "found"), WRONG_FOR_WARMUP, ids=str)
-def test_warmup_arguments(arguments: dict[str, Any], name: str, found: str, gpu: FakeGpu) -> None:
-    refused({**arguments, "progress": False}, name, f"^{found}", operation=k3cupy.warmup)
-    assert gpu.compiled == []
-
-
-def test_warmup_compiles_what_a_call_may_choose(gpu: FakeGpu) -> None:
-    """By default the query is fp8 where the cache is, as in serving."""
-    count = k3cupy.warmup(kv_cache=["bf16", "fp8"], rope=[False, True], progress=False)
-    expected = {
-        config.name_expression(MlaDecodeVariant("bfloat16", fp8, cache, rope))
-        for fp8, cache, kind in ((False, "same", "16bit+same"), (True, "fp8", "fp8+fp8"))
-        for config in dispatched_configs(kind)
-        for rope in (False, True)
-    }
-    assert count == len(expected)
-    assert set(gpu.compiled) == expected
-    assert len(gpu.compiled) == len(expected)
-    assert k3cupy.warmup(kv_cache="bf16", vector=False, progress=False) == 1
-    assert gpu.compiled[-1] == DEFAULTS[0].name_expression(
-        MlaDecodeVariant("bfloat16", vector=False)
-    )
-
-
-def test_warmup_shows_its_progress(gpu: FakeGpu, capsys: pytest.CaptureFixture[str]) -> None:
-    assert k3cupy.warmup(kv_cache="bf16", split=3) == 1
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "compiling kernels" in captured.err
-    assert "1/1" in captured.err

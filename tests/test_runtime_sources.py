@@ -11,9 +11,9 @@ import pytest
 from toolchain_helpers import copy_of_sources, edit, write
 
 import k3cupy
-from k3cupy.kernels.mla_decode import SOURCE
 from k3cupy.runtime import env, sources
 
+SOURCE = "mla_decode.cu"
 KERNELS = ("mla_decode.cu", "mla_prefill.cu", "fused_a_gemm.cu", "skinny_gemm.cu")
 HEADERS = sorted(path.name for path in (sources.shipped() / "common").glob("*.cuh"))
 

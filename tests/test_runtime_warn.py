@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from toolchain_helpers import fake_gpu
 
-from k3cupy.kernels.mla_decode import DEFAULTS, MlaDecodeVariant
+from k3cupy.kernels.mla_decode import UNTUNED, Variant
 from k3cupy.runtime import instances
 from k3cupy.runtime.warn import warn_user
 
@@ -74,7 +74,7 @@ def test_an_unusable_cache_is_told_to_the_one_who_called(
             raise error
 
     gpu.on_compile = disk_is_full_once
-    instance = next(iter(DEFAULTS.values())).instance(MlaDecodeVariant("bfloat16"))
+    instance = UNTUNED.instance(Variant("bfloat16"))
     with pytest.warns(RuntimeWarning, match="kernel cache") as caught:
         user(lambda: instances.load(instance, 0))
     assert [w.filename for w in caught] == [__file__]

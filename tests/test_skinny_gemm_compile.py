@@ -22,7 +22,7 @@ from toolchain_helpers import (
 
 from k3cupy import projections
 from k3cupy.choose.skinny_gemm import candidates
-from k3cupy.kernels.skinny_gemm import SOURCE, SkinnyGemmConfig, SkinnyGemmVariant
+from k3cupy.kernels.skinny_gemm import SOURCE, SkinnyGemmConfig, Variant
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import CompileError
 from k3cupy.runtime.offline import compile_cubin
@@ -31,7 +31,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC and cuda-core")
 pytestmark = pytest.mark.compiles
 
 VARIANTS = [
-    SkinnyGemmVariant(dtype, aligned, residual, static)
+    Variant(dtype, aligned, residual, static)
     for static, residual, aligned, dtype in itertools.product(
         (True, False), (False, True), (True, False), ("bfloat16", "float16")
     )
@@ -46,7 +46,7 @@ class Reached:
     """An instance that a call of some projection's shape can get, or that a tuner can measure."""
 
     config: SkinnyGemmConfig
-    variant: SkinnyGemmVariant
+    variant: Variant
 
     @property
     def name(self) -> str:
@@ -136,12 +136,12 @@ def fitting_blocks(registers: int, config: SkinnyGemmConfig) -> int:
 
 
 LOOKED_AT = [
-    Reached(config, SkinnyGemmVariant(dtype, weight_is_static=True))
+    Reached(config, Variant(dtype, weight_is_static=True))
     for config in (CONFIG, FOUR_ROWS, NARROW)
     for dtype in ("bfloat16", "float16")
 ]
 EXCHANGES = {
-    Reached(SkinnyGemmConfig(rows, 64, outputs, 1, 8), SkinnyGemmVariant()): exchanges
+    Reached(SkinnyGemmConfig(rows, 64, outputs, 1, 8), Variant()): exchanges
     for rows, outputs, exchanges in ((1, 1, 5), (1, 8, 9), (4, 2, 9), (8, 3, 24), (8, 4, 31))
 }
 one_worker = pytest.mark.xdist_group("code of skinny_gemm")
@@ -192,4 +192,4 @@ def test_the_compiler_refuses_what_is_not_valid(changes: dict[str, int]) -> None
     impossible = replace(CONFIG, **changes)
     assert not impossible.is_valid()
     with pytest.raises(CompileError, match=r"static assertion|static_assert|zero size|zero-sized"):
-        compile_cubin(SOURCE, [impossible.name_expression(SkinnyGemmVariant())], "sm_90")
+        compile_cubin(SOURCE, [impossible.name_expression(Variant())], "sm_90")

@@ -7,13 +7,12 @@ import re
 from typing import Any
 
 from click.testing import CliRunner
-from fake_device import H200
+from gemm_helpers import SKINNY
 from helpers import refused
 from toolchain_helpers import FakeGpu, fake_h200
 
 import k3cupy
 from k3cupy.cli import main
-from k3cupy.choose.skinny_gemm import choose
 
 __all__ = ["fake_h200"]
 
@@ -27,7 +26,7 @@ def warmup(**options: Any) -> int:
 
 
 def names_of(tokens: range | list[int], *variants: k3cupy.SkinnyGemmVariant) -> set[str]:
-    chosen = [choose(*SHAPE, count, H200)[0] for count in tokens]
+    chosen = [SKINNY.chosen(SHAPE, count).config for count in tokens]
     return {config.name_expression(variant) for config in chosen for variant in variants}
 
 

@@ -16,10 +16,10 @@ from torch.nn.utils import prune
 from torch_linear_helpers import K, N, linear, mixed_model
 
 import k3cupy
+from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.torch import modules, torch_linear
 from k3cupy.torch.linear_report import FRAMEWORK, LayerReport, LinearReport, Span, spans
 from k3cupy.torch.torch_linear import LowLatencyLinear
-from k3cupy.runtime.devices import DeviceInfo
 
 ON_CPU = "on the CPU: framework linear until it moves to a GPU"
 

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from dispatch_helpers import says
 from gemm_helpers import assert_product, normal, same_bits
 from helpers import BF16, run_child
+from k3cupy.dispatch.decision import LINEAR
 from pdl_helpers import CopyLate, copy_late, wrong_values
 from stream_helpers import SLEEP_CYCLES, captured
 from torch import nn
 
 import k3cupy
-from k3cupy.dispatch.decision import LINEAR
 from k3cupy.torch import torch_library
 
 pytestmark = pytest.mark.gpu

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from k3cupy.dispatch import presets
+from k3cupy.dispatch import tune as tuning
+from k3cupy.ops.gemm_entry import FUSED_A, SKINNY, Choice, GemmEntry
 from tune_helpers import GPU, H200, LINEAR_US, FakeMeter, made_up_us, run, use_fake_gpu
 
 import k3cupy
-from k3cupy.dispatch import presets
-from k3cupy.dispatch import tune as tuning
+from k3cupy.ops import fused_a_gemm_choice, gemm_tables, skinny_gemm_choice
+from k3cupy.timing.products import Product
 from k3cupy.tuning.candidates import (
     LINEAR,
     Candidate,
@@ -22,9 +25,6 @@ from k3cupy.tuning.candidates import (
 )
 from k3cupy.tuning.cuda_meter import call_of
 from k3cupy.tuning.engine import Effort, measure, measure_all
-from k3cupy.ops import fused_a_gemm_choice, gemm_tables, skinny_gemm_choice
-from k3cupy.ops.gemm_entry import FUSED_A, SKINNY, Choice, GemmEntry
-from k3cupy.timing.products import Product
 
 SHAPE = (2112, 7168)
 HERE = Target(*SHAPE, 8)

@@ -13,16 +13,16 @@ import pytest
 from click.testing import CliRunner
 from gemm_table_helpers import in_processes
 from helpers import refused, run_child
+from k3cupy.dispatch import tune as tuning
+from k3cupy.ops.gemm_entry import GemmEntry
 from tune_helpers import GPU, H200, FakeMeter, run, use_fake_gpu
 
 from k3cupy.cli import main
-from k3cupy.dispatch import tune as tuning
+from k3cupy.ops import gemm_cache, gemm_tables
+from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.tuning import files
 from k3cupy.tuning.candidates import Candidate, Target
 from k3cupy.tuning.report import Watch
-from k3cupy.ops import gemm_cache, gemm_tables
-from k3cupy.ops.gemm_entry import GemmEntry
-from k3cupy.runtime.devices import DeviceInfo
 
 SHAPE, SMALL = (2112, 7168), (96, 256)
 

@@ -23,23 +23,23 @@ from typing import Any, Protocol, TypeVar
 import pytest
 from fake_device import H200
 
-from k3cupy.kernels.mla_decode import (
-    DEFAULTS,
-    MlaDecodeConfig,
-    MlaDecodeVariant,
-    dispatched_configs,
-)
+from k3cupy.choose.mla import configs
+from k3cupy.kernels.mla_decode import UNTUNED, MlaDecodeConfig, Variant
 from k3cupy.runtime import binaries, devices, instances, sources, toolchain
 from k3cupy.runtime.offline import ARCHITECTURES, compile_cubin
 
 # --- The instances that a call can reach ---------------------------------------------------------
 
 
+MAPPINGS = (UNTUNED, MlaDecodeConfig(1, 256, 3), MlaDecodeConfig(3, 256, 1))
+"""One configuration for each mapping of threads to a row, whatever tables name."""
+
+
 @dataclass(frozen=True)
 class Shipped:
-    """One instance that a shipped table or `split=` can choose."""
+    """One instance that a call can reach."""
 
-    variant: MlaDecodeVariant
+    variant: Variant
     config: MlaDecodeConfig
 
     @property
@@ -47,11 +47,11 @@ class Shipped:
         return self.config.name_expression(self.variant)
 
 
-def variants() -> list[MlaDecodeVariant]:
+def variants() -> list[Variant]:
     """Every combination of flags that the kernel exists for."""
     flags = (False, True)
     found = itertools.starmap(
-        MlaDecodeVariant,
+        Variant,
         itertools.product(
             ("bfloat16", "float16"), flags, ("same", "fp8", "ds_mla"), flags, flags, flags
         ),
@@ -60,11 +60,11 @@ def variants() -> list[MlaDecodeVariant]:
 
 
 def shipped_instances() -> list[Shipped]:
-    """Every variant with every configuration that a call may get without naming a whole one."""
+    """Every variant with every mapping, and with what a table may name for it."""
     found = []
     for variant in variants():
-        tuned = dispatched_configs(variant.kind) if variant.vector else ()
-        found += [Shipped(variant, c) for c in dict.fromkeys((*DEFAULTS.values(), *tuned))]
+        tuned = configs("mla_decode", variant.kind) if variant.vector else ()
+        found += [Shipped(variant, c) for c in dict.fromkeys((*MAPPINGS, *tuned))]
     return found
 
 

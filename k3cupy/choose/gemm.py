@@ -117,7 +117,7 @@ def _chosen(
     for table in tables_of(GEMM, gpu):
         entry, told = entry_at(table, n, k, num_tokens, residual)
         if entry is not None:
-            found = _known(kernels, table, entry, k, num_tokens, gpu, told)
+            found = _known(kernels, table, entry, (n, k, num_tokens), gpu, told)
             if found is not None:
                 return found
     return _by_rule(kernels, n, k, num_tokens, gpu)
@@ -132,7 +132,7 @@ def _why_none(
     if batch_invariant:
         return why_not(FUSED_A, k, min(num_tokens, MAX_TOKENS))
     if num_tokens > MAX_TOKENS:
-        return f"x: expected at most {MAX_TOKENS} rows, got {num_tokens}"
+        return f"x: expected at most {MAX_TOKENS} rows, got more"  # one line of the report for all
     return None
 
 
@@ -186,14 +186,13 @@ def _known(
     kernels: Sequence[str],
     table: Table,
     entry: Entry,
-    k: int,
-    num_tokens: int,
+    product: tuple[int, int, int],
     gpu: DeviceInfo,
     told: str,
 ) -> Choice | None:
     """Return the fastest of the kernels by an entry; None where it knows none of them."""
     if table.origin == PUBLIC:
-        return _published(entry, k, num_tokens, gpu, told) if LINEAR in kernels else None
+        return _published(entry, product, gpu, told) if LINEAR in kernels else None
     ranked: list[tuple[float, bool, int, str, Any]] = []
     for kernel in kernels:
         for config, us in entry.times.get(kernel, {}).items():
@@ -204,15 +203,16 @@ def _known(
         if not is_ours:
             best = f" ({us:.2f} against {ranked[1][0]:.2f} us)" if len(ranked) > 1 else ""
             return _linear(f"F.linear was faster {where}{best}", origin=table.origin)
-        fitted = fits(kernel, config, num_tokens, gpu)
+        fitted = fits(kernel, config, product[2], gpu)
         if fitted is not None:
             beside = f", F.linear {entry.linear_us:.2f} us" if entry.linear_us else ""
             return Choice(kernel, fitted, f"measured {where}: {us:.2f} us{beside}", table.origin)
     return None
 
 
-def _published(entry: Entry, k: int, num_tokens: int, gpu: DeviceInfo, told: str) -> Choice:
+def _published(entry: Entry, product: tuple[int, int, int], gpu: DeviceInfo, told: str) -> Choice:
     """Return what others found to be the fastest, by a configuration of ours where it has none."""
+    n, k, num_tokens = product
     told = f"public figures for {gpu.arch}, not measured by us, name {{}} at M = {entry.size}{told}"
     if entry.kernel == LINEAR:
         return _linear(told.format(f"no kernel for {entry.problem}"), origin=PUBLIC)
@@ -222,7 +222,6 @@ def _published(entry: Entry, k: int, num_tokens: int, gpu: DeviceInfo, told: str
     reason = told.format(entry.kernel)
     config = fits(entry.kernel, entry.config, num_tokens, gpu)
     if config is None:
-        n = int(entry.problem.split()[1].partition("x")[0])
         config, why = _modelled(entry.kernel, n, k, num_tokens, gpu)
         reason += f"; configuration: {why}"
     return Choice(entry.kernel, config, reason, PUBLIC)
@@ -273,7 +272,8 @@ def invariant_config(
     def worst_loss(order: tuple[int, int, str]) -> float:
         return max(times[fastest(order, times)] / min(times.values()) for times in classes.values())
 
-    return fastest(min(common, key=worst_loss), classes[class_of(num_tokens)])
+    order = min(sorted(common), key=worst_loss)  # in every process the same one of equals
+    return fastest(order, classes[class_of(num_tokens)])
 
 
 # --- By rule -------------------------------------------------------------------------------------

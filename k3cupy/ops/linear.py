@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from k3cupy.accept import checks, gemm
-from k3cupy.accept.gemm import INVARIANT_LINEAR, LINEAR, OURS, GemmProblem
+from k3cupy.accept.gemm import LINEAR, OURS, GemmProblem
 from k3cupy.call.arguments import Values
 from k3cupy.call.choice import LINEAR as FRAMEWORK
 from k3cupy.call.choice import Choice
@@ -257,13 +257,12 @@ def _decide(
     values: Values, batch_invariant: bool, weight_is_static: bool
 ) -> tuple[GemmProblem | None, Choice]:
     """Return what our kernels would compute, where they take the call, and what is to run."""
-    limits = INVARIANT_LINEAR if batch_invariant else LINEAR
     try:
-        problem = gemm.accept(OURS, limits, values, weight_is_static=weight_is_static)
+        problem = gemm.accept(OURS, LINEAR, values, weight_is_static=weight_is_static)
     except (TypeError, ValueError) as error:
-        for value in values:
-            if value is not None:
-                producers.handlers(value)  # what is no tensor at all is the caller's mistake
+        for name, value in zip(OURS.arguments.names, values, strict=True):
+            if value is not None or name in OURS.arguments.required:
+                producers.check(value, name)  # what is no tensor at all is the caller's mistake
         return None, _fallback(str(error), batch_invariant)
     try:
         gpu = devices.info(problem.x.device_index)

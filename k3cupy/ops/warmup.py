@@ -118,7 +118,17 @@ def wanted_of(op: str, options: dict[str, Any]) -> Wanted:
     for name, value in options.items():
         if name not in known:
             reject(name, f"one of {', '.join(known)} with op={op!r}", repr(value), error=TypeError)
+        if str(known[name].annotation).startswith("Flags"):
+            _check_flags(name, value, known[name].default)
     return _OPERATIONS[op](**options)
+
+
+def _check_flags(name: str, value: Any, default: Any) -> None:
+    """Accept a flag, or several; None where it is the default."""
+    flags = [value] if isinstance(value, bool) else value
+    several = isinstance(flags, list | tuple) and all(isinstance(flag, bool) for flag in flags)
+    if not several and not (value is None and default is None):
+        reject(name, "True, False or several of them", repr(value), error=TypeError)
 
 
 def _load_with_bar(chosen: Sequence[Instance], device: int, max_workers: int | None) -> int:

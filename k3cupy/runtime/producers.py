@@ -263,6 +263,23 @@ def probe_all(
     return addresses, signature, owners
 
 
+def check(obj: Any, name: str) -> None:
+    """Accept a tensor of any producer, whether it has memory or not.
+
+    Raises:
+        TypeError: not a tensor; the text begins with ``name``.
+    """
+    try:
+        handlers(obj)
+    except TypeError as error:
+        raise _no_tensor(obj, name) from error
+
+
+def _no_tensor(obj: Any, name: str) -> TypeError:
+    wanted = "a tensor (PyTorch, CuPy, NumPy, JAX or DLPack)"
+    return TypeError(f"{name}: expected {wanted}, got {type(obj).__name__}")
+
+
 def view(obj: Any, name: str) -> TensorView:
     """Describe a tensor.
 
@@ -276,10 +293,7 @@ def view(obj: Any, name: str) -> TensorView:
     try:
         return handlers(obj).view(obj)
     except TypeError as error:
-        raise TypeError(
-            f"{name}: expected a tensor (PyTorch, CuPy, NumPy, JAX or DLPack), got "
-            f"{type(obj).__name__}"
-        ) from error
+        raise _no_tensor(obj, name) from error
     except (BufferError, RuntimeError, ValueError) as error:
         raise TypeError(f"{name}: expected a tensor with an exportable layout, got {error}") from (
             error

@@ -1,4 +1,4 @@
-"""The prefill and context epilogues in time: streams, CUDA graphs, chains of dependent launches."""
+"""The MLA epilogues in time: streams, CUDA graphs, and chains of dependent launches."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ import torch
 from helpers import BF16, E4M3, FP16, random_values, run_child
 from mla_helpers import (
     CONCATS,
+    FORMS,
     INPUTS,
     INSERTS,
     KINDS,
-    NOPE,
+    Form,
     MlaCall,
     as_list,
     as_out,
+    each_form,
+    make_decode,
     make_prefill,
     run_and_check,
 )
 from stream_helpers import SLEEP_CYCLES, STREAM_FORMS, captured
+from toolchain_helpers import MAPPINGS
 
 import k3cupy
 
@@ -31,46 +35,56 @@ pytestmark = pytest.mark.gpu
 ROUNDS = 60
 
 
-def new_values(call: MlaCall, seed: int) -> torch.Tensor:
-    return random_values(call.args["k_nope"].shape, call.dtype, 1000 + seed).cuda()
+def forms(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("form", [FORMS[name] for name in names], ids=str)
+
+
+def watched(form: Form) -> str:
+    """The input whose values are new each time; they are the first columns of the output."""
+    return "ql_nope" if form.kind == "decode" else "k_nope"
+
+
+def new_values(call: MlaCall, name: str, seed: int) -> torch.Tensor:
+    return random_values(call.args[name].shape, call.dtype, 1000 + seed).cuda()
 
 
 # Streams
 
 
-@pytest.mark.parametrize("kind", ["insert", "concat"])
-def test_case17_current_stream_is_used_without_any_synchronisation(kind: str) -> None:
+@forms("decode", "insert", "concat")
+def test_case17_current_stream_is_used_without_any_synchronisation(form: Form) -> None:
     """Sleep, write the input, call, read: all on a side stream, nothing waits on the host."""
-    call = make_prefill(kind, 16, 3, device="cuda")
+    call, name = form.make(16, 3, device="cuda"), watched(form)
     call.run()
-    values = [new_values(call, i) for i in range(ROUNDS)]
+    values = [new_values(call, name, i) for i in range(ROUNDS)]
+    width = values[0].shape[-1]
     torch.cuda.synchronize()
     seen = []
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for value in values:
             torch.cuda._sleep(SLEEP_CYCLES)
-            call.args["k_nope"].copy_(value)
-            seen.append(call.run()[..., :NOPE].clone())
+            call.args[name].copy_(value)
+            seen.append(call.run()[..., :width].clone())
     torch.cuda.synchronize()
     for i, (got, want) in enumerate(zip(seen, values, strict=True)):
         assert torch.equal(oracle.bits(got), oracle.bits(want)), f"stale input in round {i}"
 
 
 @pytest.mark.parametrize("give", STREAM_FORMS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_case17_explicit_stream(kind: str, give: Callable[[torch.cuda.Stream], Any]) -> None:
-    call = make_prefill(kind, 16, 3, rope=kind in INSERTS, device="cuda")
+@each_form
+def test_case17_explicit_stream(form: Form, give: Callable[[torch.cuda.Stream], Any]) -> None:
+    call, name = form.make(16, 3, rope=True, device="cuda"), watched(form)
     run_and_check(call)
     side = torch.cuda.Stream()
     stream = give(side)
     for i in range(4):
-        value = new_values(call, i)
+        value = new_values(call, name, i)
         before = call.snapshot()
         torch.cuda.synchronize()
         with torch.cuda.stream(side):
             torch.cuda._sleep(SLEEP_CYCLES)
-            call.args["k_nope"].copy_(value)
+            call.args[name].copy_(value)
         result = call.run(stream=stream)
         side.synchronize()
         call.check(before, result)
@@ -78,8 +92,8 @@ def test_case17_explicit_stream(kind: str, give: Callable[[torch.cuda.Stream], A
 
 @pytest.mark.parametrize("handle", [0, 1, 2], ids=["default", "legacy", "per-thread"])
 def test_case17_special_stream_handles(handle: int) -> None:
-    for kind in KINDS:
-        call = make_prefill(kind, 16, 3, device="cuda")
+    for form in FORMS.values():
+        call = form.make(16, 3, device="cuda")
         before = call.snapshot()
         torch.cuda.synchronize()
         result = call.run(stream=handle)
@@ -87,12 +101,17 @@ def test_case17_special_stream_handles(handle: int) -> None:
         call.check(before, result)
 
 
-def test_case17_cupy_stream() -> None:
+@forms("decode", "concat")
+def test_case17_cupy_stream(form: Form) -> None:
     cupy = pytest.importorskip("cupy")
-    call = make_prefill("concat", 16, 3, dtype=FP16, device="cuda")
-    arrays = {name: cupy.from_dlpack(value) for name, value in call.args.items()}
+    call, name = form.make(16, 3, dtype=FP16, device="cuda"), watched(form)
+    arrays = {
+        key: cupy.from_dlpack(value) if isinstance(value, torch.Tensor) else value
+        for key, value in call.args.items()
+    }
     call.run(**arrays)
-    values = [cupy.from_dlpack(new_values(call, i)) for i in range(20)]
+    values = [cupy.from_dlpack(new_values(call, name, i)) for i in range(20)]
+    width = values[0].shape[-1]
     torch.cuda.synchronize()
     seen = []
     side = cupy.cuda.Stream(non_blocking=True)
@@ -100,20 +119,20 @@ def test_case17_cupy_stream() -> None:
         for value in values:
             with torch.cuda.stream(torch.cuda.ExternalStream(side.ptr)):
                 torch.cuda._sleep(SLEEP_CYCLES)
-            arrays["k_nope"][...] = value
-            seen.append(call.run(**arrays)[..., :NOPE].copy())
+            arrays[name][...] = value
+            seen.append(call.run(**arrays)[..., :width].copy())
     side.synchronize()
     for got, want in zip(seen, values, strict=True):
         assert bool((got.view(cupy.int16) == want.view(cupy.int16)).all())
 
 
-@pytest.mark.parametrize("kind", ["insert", "fp8", "concat_fp8"])
-def test_case29_inputs_dropped_right_after_a_call_on_an_explicit_stream(kind: str) -> None:
+@forms("decode", "insert", "fp8", "concat_fp8")
+def test_case29_inputs_dropped_right_after_a_call_on_an_explicit_stream(form: Form) -> None:
     """Their memory is not given to another tensor before the kernel has read it."""
-    call = make_prefill(kind, 64, 12, device="cuda")
+    call = form.make(64, 12, device="cuda")
     call.run()
     side = torch.cuda.Stream()
-    names = [name for name in ("k_nope", "k_pe", "v") if name in call.args]
+    names = [n for n in ("ql_nope", "q_pe", "k_nope", "k_pe", "v") if n in form.inputs]
     for _ in range(8):
         inputs = {name: call.args[name].clone() for name in names}
         torch.cuda.synchronize()
@@ -128,8 +147,8 @@ def test_case29_inputs_dropped_right_after_a_call_on_an_explicit_stream(kind: st
         del reused
 
 
-def test_two_streams_at_the_same_time() -> None:
-    calls = [make_prefill(kind, 64, 12, device="cuda", seed=7) for kind in KINDS]
+def test_streams_at_the_same_time() -> None:
+    calls = [form.make(64, 12, device="cuda", seed=7) for form in FORMS.values()]
     before = [call.snapshot() for call in calls]
     streams = [torch.cuda.Stream() for _ in calls]
     results: list[list[Any]] = [[] for _ in calls]
@@ -147,20 +166,21 @@ def test_two_streams_at_the_same_time() -> None:
 # Graphs
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_graph_replay_sees_new_inputs(kind: str) -> None:
+@each_form
+def test_graph_replay_sees_new_inputs(form: Form) -> None:
     """Values, slots, positions and scales are read when the graph runs, and q is turned again."""
-    for rope in (False, True) if kind in INSERTS else (False,):
-        call = make_prefill(kind, 33, 3, rope=rope, scale_tensors=True, device="cuda")
+    for rope in (False, True) if form.has_cache else (False,):
+        call = form.make(33, 3, rope=rope, scale_tensors=True, device="cuda")
         call.run()
         graph, result = captured(call.run)
         for seed in range(1, 4):
-            fresh = make_prefill(
-                kind, 33, 3, rope=rope, scale_tensors=True, device="cuda", seed=seed,
-                scales=(0.3 * seed, 2.0 / seed, 0.7, 1.0 + seed),
+            scales = (0.3 * seed, 2.0 / seed, 0.7, 1.0 + seed)
+            fresh = form.make(
+                33, 3, rope=rope, scale_tensors=True, device="cuda", seed=seed,
+                **({"scales": scales[: 2 if form.kind == "decode" else 4]} if form.scales else {}),
             )  # fmt: skip
             for name, value in fresh.args.items():
-                if name != "kv_cache":
+                if name != "kv_cache" and isinstance(value, torch.Tensor):
                     call.args[name].copy_(value)
             before = call.snapshot()
             for tensor in as_list(result):
@@ -169,9 +189,9 @@ def test_graph_replay_sees_new_inputs(kind: str) -> None:
             call.check(before, result)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_case15_no_tokens_in_a_graph(kind: str) -> None:
-    call = make_prefill(kind, 0, 12, rope=kind in INSERTS, device="cuda")
+@each_form
+def test_case15_no_tokens_in_a_graph(form: Form) -> None:
+    call = form.make(0, 12, rope=True, device="cuda")
     nothing = torch.zeros(1, device="cuda")
 
     def run() -> Any:
@@ -185,16 +205,19 @@ def test_case15_no_tokens_in_a_graph(kind: str) -> None:
     call.check(before, result)
 
 
-def test_graph_with_outs() -> None:
-    call = make_prefill("fp8", 16, 3, device="cuda")
-    outs = tuple(torch.zeros_like(tensor) for tensor in call.run())
-    call.run(out=outs)
-    graph, _ = captured(lambda: call.run(out=outs))
-    before = call.snapshot()
-    for tensor in outs:
-        tensor.view(torch.uint8).zero_()
-    graph.replay()
-    call.check(before, outs)
+@each_form
+def test_graph_with_outs(form: Form) -> None:
+    call = form.make(16, 3, device="cuda")
+    outs = [torch.zeros_like(tensor) for tensor in as_list(call.run())]
+    for config in MAPPINGS if form.name == "decode" else (None,):
+        extra = {} if config is None else {"config": config}
+        call.run(out=as_out(outs), **extra)
+        graph, _ = captured(lambda extra=extra: call.run(out=as_out(outs), **extra))
+        before = call.snapshot()
+        for tensor in outs:
+            tensor.view(torch.uint8).zero_()
+        graph.replay()
+        call.check(before, as_out(outs))
 
 
 def _captures_from_cold() -> None:
@@ -221,11 +244,17 @@ def _captures_from_cold() -> None:
 
     torch.zeros(1, device="cuda")
     torch.cuda.synchronize()
+    attempt(make_decode(1, 12, device="cuda"), must_fail=True)
+    attempt(make_decode(16, 12, device="cuda"), must_fail=False)
+    attempt(make_decode(16, 12, cache="fp8", device="cuda"), must_fail=True)
+    attempt(make_decode(16, 12, cache="fp8", scale_tensors=True, device="cuda"), must_fail=False)
+    attempt(make_decode(1, 12, q_fp8=True, q_scale_inv=0.5, device="cuda"), must_fail=True)
     for kind in KINDS:
         attempt(make_prefill(kind, 1, 12, device="cuda"), must_fail=True)
         attempt(make_prefill(kind, 1, 12, device="cuda", seed=1), must_fail=False)
     attempt(make_prefill("fp8", 1, 12, scale_tensors=True, device="cuda"), must_fail=False)
     attempt(make_prefill("insert", 1, 12, rope=True, device="cuda"), must_fail=True)
+    assert issubclass(k3cupy.CaptureError, RuntimeError)
 
 
 def test_case18_capture_of_what_was_never_compiled() -> None:
@@ -233,15 +262,17 @@ def test_case18_capture_of_what_was_never_compiled() -> None:
 
 
 def _warmup_then_capture() -> None:
+    assert k3cupy.warmup("mla_decode", dtype="bfloat16", kv_cache="bf16", progress=False) > 0
     assert k3cupy.warmup("mla_prefill", dtype="bfloat16", progress=False) > 0
+    calls = [make_decode(tokens, 12, device="cuda") for tokens in (1, 16)]
     for kind, k_pe in (*((kind, None) for kind in KINDS), ("concat_fp8", E4M3)):
-        for tokens in (1, 200):
-            call = make_prefill(kind, tokens, 12, k_pe=k_pe, device="cuda")
-            torch.cuda.synchronize()
-            graph, result = captured(call.run)
-            before = call.snapshot()
-            graph.replay()
-            call.check(before, result)
+        calls += [make_prefill(kind, tokens, 12, k_pe=k_pe, device="cuda") for tokens in (1, 200)]
+    for call in calls:
+        torch.cuda.synchronize()
+        graph, result = captured(call.run)
+        before = call.snapshot()
+        graph.replay()
+        call.check(before, result)
 
 
 def test_case18_warmup_makes_capture_possible() -> None:
@@ -249,6 +280,87 @@ def test_case18_warmup_makes_capture_possible() -> None:
 
 
 # The chain of case 5
+
+
+@pytest.mark.parametrize("padding_only", [False, True], ids=["rows", "all-padding"])
+@forms("decode", "decode-fp8")
+def test_case05_chain_of_decode(form: Form, padding_only: bool) -> None:
+    """GEMM, epilogue, framework op, 2,000 replays with poisoned buffers and new input each time.
+
+    Counted on the device: elements that the consumer saw and the producer did not write.
+    """
+    tokens, heads = 16, 12
+    slots = torch.full((tokens,), -1) if padding_only else torch.arange(tokens)
+    call = form.make(tokens, heads, slots=slots, scale_tensors=True, device="cuda")
+    q_scale, cache_scale = call.args.get("q_scale_inv"), call.args.get("cache_scale_inv")
+    q = torch.randn(heads, tokens, 128, device="cuda").to(BF16)
+    weight = torch.randn(heads, 128, 512, device="cuda").to(BF16)
+    product = torch.empty(heads, tokens, 512, dtype=BF16, device="cuda")
+    call = call.given(ql_nope=product.transpose(0, 1))
+    code = torch.int8 if form.scales else torch.int16
+    width = E4M3 if form.scales else BF16
+    mqa_q = torch.empty(tokens, heads, 576, dtype=width, device="cuda")
+    seen = torch.empty(tokens, heads, 576, dtype=code, device="cuda")
+    rows_seen = torch.empty(tokens, 576, dtype=code, device="cuda")
+    cache_rows = call.cache.tensor.view(code).view(-1, 576)[:tokens]
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+
+    def step() -> None:
+        torch.bmm(q, weight, out=product)
+        call.run(out=mqa_q)
+        torch.add(mqa_q.view(code), 0, out=seen)
+        call.run(out=mqa_q)
+        torch.add(cache_rows, 0, out=rows_seen)
+
+    def expected(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        if scale is None:
+            return x.view(code)
+        return (x.float() * scale).clamp(-448, 448).to(E4M3).view(code)
+
+    step()
+    graph, _ = captured(step)
+    poison = cache_rows.clone()
+    for i in range(2000):
+        q.copy_(q.roll(1, 1) if i % 7 else -q)
+        call.args["kv_c_normed"].copy_(call.args["kv_c_normed"].roll(1, 0))
+        mqa_q.view(code).fill_(0x55)
+        product.fill_(float("nan"))
+        cache_rows.copy_(poison)
+        graph.replay()
+        query = torch.cat((call.args["ql_nope"], call.args["q_pe"]), -1)
+        wrong += (seen != expected(query, q_scale)).sum()
+        row = torch.cat((call.args["kv_c_normed"], call.args["k_pe"]), -1)
+        rows = expected(row, cache_scale)
+        wrong += (rows_seen != (poison if padding_only else rows)).sum()
+    assert int(wrong) == 0
+
+
+def test_promise_in_the_chain() -> None:
+    """With kv_inputs_ready the cache rows may be early, and the query rows still wait."""
+    tokens, heads = 16, 12
+    call = make_decode(tokens, heads, slots=torch.arange(tokens), device="cuda")
+    product = torch.empty(heads, tokens, 512, dtype=BF16, device="cuda")
+    q = torch.randn(heads, tokens, 128, device="cuda").to(BF16)
+    weight = torch.randn(heads, 128, 512, device="cuda").to(BF16)
+    call = call.given(ql_nope=product.transpose(0, 1))
+    before = call.snapshot()
+
+    def step() -> Any:
+        torch.bmm(q, weight, out=product)
+        return call.run(kv_inputs_ready=True)
+
+    step()
+    torch.cuda.synchronize()
+    graph, mqa_q = captured(step)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(300):
+        q.mul_(-1)
+        product.fill_(float("nan"))
+        torch.cuda.synchronize()
+        graph.replay()
+        wrong += (mqa_q[..., :512] != call.args["ql_nope"]).sum()
+    assert int(wrong) == 0
+    call.check(before, mqa_q)
 
 
 def framework_result(call: MlaCall) -> list[torch.Tensor]:
@@ -324,13 +436,14 @@ def test_case05_chain_of_dependent_launches(kind: str, padding_only: bool) -> No
         assert torch.equal(rows_seen, rows)
 
 
-def test_pdl_off_and_on_give_the_same() -> None:
-    for kind in KINDS:
-        call = make_prefill(kind, 70, 3, rope=kind in INSERTS, device="cuda")
-        for pdl in (None, False) + ((True,) if torch.cuda.get_device_capability()[0] >= 9 else ()):
-            run_and_check(call, pdl=pdl)
-        assert not call.explain(pdl=False).pdl
-        assert call.explain().pdl == (torch.cuda.get_device_capability()[0] >= 9)
+@each_form
+def test_pdl_off_and_on_give_the_same(form: Form) -> None:
+    has_pdl = torch.cuda.get_device_capability()[0] >= 9
+    call = form.make(70, 3, rope=True, device="cuda")
+    for pdl in (None, False, *((True,) if has_pdl else ())):
+        run_and_check(call, pdl=pdl)
+    assert not call.explain(pdl=False).pdl
+    assert call.explain().pdl == has_pdl
 
 
 def test_prefill_then_decode_over_one_cache_in_one_graph() -> None:
