@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from k3cupy.tuning.candidates import LINEAR, Candidate, Target, candidates
 
 import k3cupy
 from k3cupy.kernels.fused_a_gemm import FusedAGemmConfig
@@ -15,7 +16,6 @@ from k3cupy.ops import gemm_cache, gemm_tables
 from k3cupy.runtime import devices
 from k3cupy.timing import cold
 from k3cupy.tuning import cuda_meter
-from k3cupy.tuning.candidates import LINEAR, Candidate, Target, candidates
 from k3cupy.tuning.cuda_meter import CudaMeter
 from k3cupy.tuning.engine import Effort, measure
 
