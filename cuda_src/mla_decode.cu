@@ -24,14 +24,14 @@
 //   kSplit 1   one warp walks a row: up to three chunks a lane.
 //   kSplit 3   three warps share a row: at most one chunk a lane, 24 of 96 lanes idle.
 
-#include "common/cache_insert.cuh"
 #include "common/fast_divide.cuh"
 #include "common/fp8.cuh"
-#include "common/latent_copy.cuh"
 #include "common/pdl.cuh"
-#include "common/rope.cuh"
-#include "common/slots.cuh"
 #include "common/strides.cuh"
+#include "mla/cache_insert.cuh"
+#include "mla/latent_copy.cuh"
+#include "mla/rope.cuh"
+#include "mla/slots.cuh"
 
 namespace k3cupy {
 

@@ -18,14 +18,14 @@
 // The first `cache_blocks` blocks write cache rows, whose chain of loads is longer (cache_insert.cuh).
 // Few tokens get one warp each. Of many tokens a block takes `tokens_per_block`.
 
-#include "common/cache_insert.cuh"
 #include "common/chunk.cuh"
 #include "common/fp8.cuh"
-#include "common/head_rows.cuh"
 #include "common/pdl.cuh"
-#include "common/rope.cuh"
-#include "common/slots.cuh"
 #include "common/strides.cuh"
+#include "mla/cache_insert.cuh"
+#include "mla/head_rows.cuh"
+#include "mla/rope.cuh"
+#include "mla/slots.cuh"
 
 namespace k3cupy {
 

@@ -25,7 +25,7 @@
 #include "common/float32.cuh"
 #include "common/pdl.cuh"
 #include "common/vector.cuh"
-#include "common/warp_sum.cuh"
+#include "gemm/warp_sum.cuh"
 
 namespace k3cupy {
 

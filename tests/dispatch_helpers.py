@@ -58,9 +58,7 @@ def decided(
         patch.setattr(producers, "view", lambda value, _: value)
         patch.setattr(producers, "check", lambda *_: None)
         patch.setattr(devices, "info", lambda _: device)
-        return k3cupy.explain_low_latency_gemm(
-            x, weight, residual, batch_invariant=batch_invariant
-        )
+        return k3cupy.explain_low_latency_gemm(x, weight, residual, batch_invariant=batch_invariant)
 
 
 def planned(
@@ -71,7 +69,7 @@ def planned(
     *,
     has_residual: bool = False,
     batch_invariant: bool = False,
-) -> LinearDecision:
+) -> Choice:
     """What a call with packed tensors does on a GPU."""
     x, weight = unread(num_tokens, k), unread(n, k)
     residual = unread(num_tokens, n) if has_residual else None

@@ -66,9 +66,7 @@ def in_processes(count: int, work: Callable[[int], None]) -> None:
 
 
 @contextmanager
-def user_cache(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, *entries: Entry
-) -> Iterator[Path]:
+def user_cache(folder: Path, monkeypatch: pytest.MonkeyPatch, *entries: Entry) -> Iterator[Path]:
     """A user cache in a folder; tables are read anew inside, and after it."""
     with monkeypatch.context() as patch:
         patch.setenv("K3CUPY_CACHE_DIR", str(folder))

@@ -476,7 +476,9 @@ _FEWER_ROWS = k3cupy.FusedAGemmConfig(16, 32, 128, 8, 2, 4, 1, 1, 2, block_rows=
 _MAPPED = k3cupy.FusedAGemmConfig(16, 32, 128, 4, 3, 4, 1, 1, 2, mapped_x=True)
 _SPLIT_MAPPED = k3cupy.FusedAGemmConfig(16, 32, 128, 4, 3, 4, 1, 2, 2, mapped_x=True)
 _WARPGROUPS = k3cupy.FusedAGemmConfig(64, 64, 128, 4, 3, 1, 4, 1, 2, "warpgroup")
-_WIDE_TOKENS = k3cupy.FusedAGemmConfig(64, 64, 128, 4, 3, 1, 4, 2, 2, "warpgroup_tokens", mapped_x=True)
+_WIDE_TOKENS = k3cupy.FusedAGemmConfig(
+    64, 64, 128, 4, 3, 1, 4, 2, 2, "warpgroup_tokens", mapped_x=True
+)
 _CONFIGS = {
     "warps": _WARPS,
     "split": _SPLIT,

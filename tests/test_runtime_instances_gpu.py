@@ -136,7 +136,7 @@ def test_case06_a_syntax_error_and_its_fix(tmp_path: Path) -> None:
 
 def _edited_header(tree: str) -> None:
     """Turn the rotation round in a header; then undo the edit."""
-    header = Path(tree, "common/rope.cuh")
+    header = Path(tree, "mla/rope.cuh")
     good = header.read_text(encoding="utf-8")
     call = make_call(5, 3, rope=True, device="cuda")
     right = oracle.bits(call.run())

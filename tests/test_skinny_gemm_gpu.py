@@ -16,19 +16,20 @@ from stream_helpers import assert_capture_asks_for_a_warmup, captured
 
 import k3cupy
 from k3cupy.choose.skinny_gemm import candidates
+from k3cupy.kernels import skinny_gemm
 from k3cupy.runtime import devices, instances
 
 pytestmark = pytest.mark.gpu
 
 BASE = k3cupy.SkinnyGemmConfig(1, 64, 2, 2, 8)
-VARIANT = k3cupy.SkinnyGemmVariant
+VARIANT = skinny_gemm.Variant
 
 
 # Configurations
 
 
 def load(
-    configs: Iterable[k3cupy.SkinnyGemmConfig], *variants: k3cupy.SkinnyGemmVariant
+    configs: Iterable[k3cupy.SkinnyGemmConfig], *variants: skinny_gemm.Variant
 ) -> list[k3cupy.SkinnyGemmConfig]:
     """Compile on threads what a test will run one by one."""
     found = [config for config in configs if config.is_valid()]

@@ -14,6 +14,7 @@ from gemm_helpers import fresh_plans, inputs, residual_of
 from helpers import FP16
 
 import k3cupy
+from k3cupy.kernels import skinny_gemm
 
 CONFIG = k3cupy.SkinnyGemmConfig(5, 64, 3, 2, 8)
 
@@ -34,7 +35,7 @@ def test_a_launch(device: FakeDevice) -> None:
     x, weight = inputs(5, 100, 128, strides=(136, 1))
     out = run(x, weight, None)
     assert out.shape == (5, 100)
-    variant = k3cupy.SkinnyGemmVariant("bfloat16", True, False, True)
+    variant = skinny_gemm.Variant("bfloat16", True, False, True)
     assert device.loaded == [CONFIG.name_expression(variant)]
     assert device.limits == []
     assert device.settings == {
@@ -65,7 +66,7 @@ def test_a_launch_with_a_residual_and_an_output(device: FakeDevice) -> None:
     assert not device.settings["pdl"]
     ((_, arguments),) = device.launches
     assert arguments[5:] == [residual.data_ptr(), 107, wide.data_ptr() + 32, 160]
-    variant = k3cupy.SkinnyGemmVariant("float16", True, True, True)
+    variant = skinny_gemm.Variant("float16", True, True, True)
     assert device.loaded == [CONFIG.name_expression(variant)]
 
 
@@ -105,12 +106,12 @@ def test_no_tokens_no_kernel(device: FakeDevice) -> None:
 def test_the_element_wise_instance_says_why(device: FakeDevice) -> None:
     x, weight = inputs(5, 48, 128, strides=(6285, 1))
     decision = k3cupy.explain_skinny_gemm(x, weight, config=CONFIG)
-    assert decision.backend == "cuda"
+    assert decision.runs_on == "cuda"
     assert decision.pdl
-    variant = k3cupy.SkinnyGemmVariant(aligned_x=False)
+    variant = skinny_gemm.Variant(aligned_x=False)
     assert decision.name_expression == CONFIG.name_expression(variant)
     assert decision.reason == (
-        "the caller named the configuration; x element by element, not 128-bit, because x is not "
+        "the caller named the configuration; element by element, not 128-bit, because x is not "
         "aligned: a stride of 6285 elements is no multiple of 16 bytes"
     )
 

@@ -13,19 +13,20 @@ from toolchain_helpers import FakeGpu, fake_h200
 
 import k3cupy
 from k3cupy.cli import main
+from k3cupy.kernels import skinny_gemm
 
 __all__ = ["fake_h200"]
 
 CONFIG = k3cupy.SkinnyGemmConfig(3, 64, 2, 2, 8)
 SHAPE = (2112, 7168)
-VARIANT = k3cupy.SkinnyGemmVariant
+VARIANT = skinny_gemm.Variant
 
 
 def warmup(**options: Any) -> int:
     return k3cupy.warmup("skinny_gemm", progress=False, **options)
 
 
-def names_of(tokens: range | list[int], *variants: k3cupy.SkinnyGemmVariant) -> set[str]:
+def names_of(tokens: range | list[int], *variants: skinny_gemm.Variant) -> set[str]:
     chosen = [SKINNY.chosen(SHAPE, count).config for count in tokens]
     return {config.name_expression(variant) for config in chosen for variant in variants}
 

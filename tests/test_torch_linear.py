@@ -338,9 +338,15 @@ H200 = DeviceInfo(0, "NVIDIA H200", (9, 0), 132, 232_448)
         ((64, 256), range(1, 65), False, "fused_a 1-32, F.linear 33-64", ""),
         ((64, 256), [1, 16], False, "fused_a 1-16", ""),
         ((64, 256), [33, 64], False, "F.linear 33-64", "not measured here"),
-        ((64, 250), range(1, 65), False, "F.linear 1-64", "K = 250 is not a multiple"),
+        (
+            (64, 250),
+            range(1, 65),
+            False,
+            "F.linear 1-64",
+            "x: expected K a multiple of 16, got 250",
+        ),
         ((64, 256), range(1, 65), True, "fused_a 1-64", ""),
-        ((64, 250), range(1, 65), True, "F.linear 1-64", "K = 250 is not a multiple"),
+        ((64, 250), range(1, 65), True, "F.linear 1-64", "x: expected K a multiple of 16, got 250"),
     ],
 )
 def test_plan_of_a_shape(
@@ -357,7 +363,7 @@ def test_warm_up_takes_each_shape_once_with_and_without_the_promise(
 ) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(
-        modules, "warmup_low_latency_gemm", lambda *args, **options: calls.append((args, options))
+        modules, "compile_for", lambda *args, **options: calls.append((args, options))
     )
     plan = (Span(1, 16, "fused_a"),)
     rows = [
@@ -368,14 +374,10 @@ def test_warm_up_takes_each_shape_once_with_and_without_the_promise(
         LayerReport("e", (9, 128), "cpu", True),
     ]
     modules.warm_up(rows, (1, 16), True)
-    flags = {"batch_invariant": True}
+    both = {"weight_is_static": (True, False), "batch_invariant": True, "progress": False}
     assert calls == [
-        (
-            (shapes, (1, 16)),
-            {"device": device, **flags, "weight_is_static": static},
-        )
+        (("low_latency_linear",), {"device": device, "shapes": shapes, "tokens": (1, 16), **both})
         for device, shapes in ((1, ((48, 128), (7, 128))), (0, ((7, 128),)))
-        for static in (True, False)
     ]
 
 

@@ -2,8 +2,8 @@
 // Values past the range, infinities among them, saturate; NaN becomes the code 0x7f, never a number.
 #pragma once
 
-#include "chunk.cuh"
-#include "float32.cuh"
+#include "common/chunk.cuh"
+#include "common/float32.cuh"
 
 namespace k3cupy {
 

@@ -46,7 +46,7 @@ class Entry:
         chain_us: the chain without the epilogue; 0 alone.
         empty_us: an empty kernel in the epilogue's place.
         torch_us: the unfused PyTorch operations in its place.
-        public_us: a kernel in the public structure (``bench_public_structure.cu``) with one and
+        public_us: a kernel in the public structure (``bench/public_structure.cu``) with one and
             with three warps a row; empty for a ds_mla cache, which it does not have.
         dispatched: the configuration that a call would choose.
         candidates: time of every configuration.
@@ -86,7 +86,7 @@ def public_structure(step: DecodeStep, split: int, *, pdl: bool) -> Callable[[],
     device = torch.cuda.current_device()
     flags = ", ".join("true" if flag else "false" for flag in (step.query_fp8, step.cache == "fp8"))
     name = f"k3cupy::public_structure<__nv_bfloat16, {flags}, {split}>"
-    kernel = instances.load(Instance("bench_public_structure.cu", name), device)
+    kernel = instances.load(Instance("bench/public_structure.cu", name), device)
     tokens, heads, _ = step.out.shape
     warps = tokens * (heads + 1) * split
     queue = launch.make_launcher(

@@ -47,7 +47,7 @@ from k3cupy.tuning import targets
 TOKENS = targets.TOKENS[MLA_PREFILL]
 
 _THREADS = 256
-_ROW_BYTES = 1152  # of a row of bench_row_copy.cu
+_ROW_BYTES = 1152  # of a row of bench/row_copy.cu
 
 
 @dataclass
@@ -129,7 +129,7 @@ class Copies:
         self._source = torch.ones(self._rows * _ROW_BYTES, device="cuda", dtype=torch.uint8)
         self._target = torch.zeros_like(self._source)
         kernel = instances.load(
-            Instance("bench_row_copy.cu", "k3cupy::copy_rows"), torch.cuda.current_device()
+            Instance("bench/row_copy.cu", "k3cupy::copy_rows"), torch.cuda.current_device()
         )
         self._queue = launch.make_launcher(
             torch.cuda.current_device(),

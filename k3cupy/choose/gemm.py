@@ -73,7 +73,8 @@ def choose(
             another order.
         batch_invariant: the bits of a row may not depend on the other rows, nor on their number.
         config: what the caller named, checked; it decides.
-        why_not_mapped: what keeps the copy engine from fetching x; None for nothing.
+        why_not_mapped: what keeps the copy engine from fetching x, empty where that is told already; None
+            for nothing.
     """
     if config is not None:
         found = Choice(kernels[0], config, NAMED)
@@ -93,8 +94,8 @@ def _mapped_or_not(choice: Choice, k: int, why_not: str | None) -> Choice:
         why_not = f"K = {k} is no multiple of {config.split_k * config.tile_k}"
     if why_not is None:
         return choice
-    reason = f"{choice.reason}; x by copy warps, because {why_not}"
-    return replace(choice, config=config.with_copy_warps(), reason=reason)
+    told = f"; x by copy warps, because {why_not}" if why_not else ""
+    return replace(choice, config=config.with_copy_warps(), reason=choice.reason + told)
 
 
 @functools.lru_cache(maxsize=4096)

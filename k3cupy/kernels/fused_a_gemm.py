@@ -41,6 +41,9 @@ _WIDE, _NARROW_SIDES = 64, range(16, 129, 8)
 WIDE_TOKENS, UNIT_OF_ROWS = _WIDE, 8
 """tile_m, and the rows of a product, where the tokens are the wide side."""
 
+_PRODUCTS = {WARP: "kWarp", WARPGROUP: "kWarpgroup", WARPGROUP_TOKENS: "kWarpgroupTokens"}
+"""As the source names them."""
+
 _ROWS = {WARP: _WARP_ROWS, WARPGROUP: _WIDE, WARPGROUP_TOKENS: UNIT_OF_ROWS}
 """Rows of the weight in one product."""
 
@@ -130,7 +133,7 @@ class FusedAGemmConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory a block, as ``SharedLayout`` in the source lays it out."""
+        """Dynamic shared memory a block, as ``Tile`` in the source lays it out."""
         row_bytes = 2 * self.tile_k
         rings = row_bytes * (self.stages * self.tile_n + self.stages_x * self.tile_m)
         sums = 4 * self.warps_k * self.tile_m * (self.tile_n + _SUM_PADDING)
@@ -242,8 +245,8 @@ class FusedAGemmConfig:
 
     def name_expression(self, variant: Variant) -> str:
         """Return the C++ name of the instance."""
-        *template, _product, _block_rows, _mapped_x = astuple(self)  # rows are a kernel's argument
-        template.append(self.product_rows)
+        *template, product, _block_rows, _mapped_x = astuple(self)  # rows are a kernel's argument
+        template.append(f"k3cupy::Product::{_PRODUCTS[product]}")
         flags = [variant.weight_is_static, variant.has_residual]
         mapped = self.mapped_x and variant.aligned_x
         if not mapped:
@@ -277,9 +280,12 @@ _MAX_MAPPED_STRIDE = 1 << 39
 
 
 def why_not_mapped(problem: Any, rows: slice) -> str | None:
-    """Return in words why the copy engine cannot fetch some rows of x, or None where it can."""
+    """Return in words why the copy engine cannot fetch some rows of x, or None where it can.
+
+    Empty where rows are read element by element: that has a reason of its own.
+    """
     if problem.slow_reason is not None:
-        return "it is read element by element"
+        return ""
     stride = problem.x.strides[0]
     if rows.stop - rows.start > 1 and not problem.k <= stride < _MAX_MAPPED_STRIDE:
         return f"its rows are {stride} elements apart, not {problem.k} to 2^39"

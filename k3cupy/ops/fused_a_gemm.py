@@ -186,7 +186,9 @@ def _compute(problem: GemmProblem, arrays: dict[str, Any]) -> None:
 def _operation(function: Callable[..., Any], signature: Signature) -> Operation:
     def accept(values: Values, given: Given) -> GemmProblem:
         static = given["weight_is_static"]
-        return gemm.accept(signature, gemm.FUSED_A, values, weight_is_static=static)
+        problem = gemm.accept(signature, gemm.FUSED_A, values, weight_is_static=static)
+        check_fused_a_config(given["config"], problem.num_tokens)
+        return problem
 
     return Operation(
         function=function,

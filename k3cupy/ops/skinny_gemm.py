@@ -102,7 +102,9 @@ def _check(given: Given) -> None:
 
 def _accept(values: Values, given: Given) -> GemmProblem:
     static = given["weight_is_static"]
-    return gemm.accept(gemm.OURS, gemm.SKINNY, values, weight_is_static=static)
+    problem = gemm.accept(gemm.OURS, gemm.SKINNY, values, weight_is_static=static)
+    check_skinny_config(given["config"], problem.num_tokens)
+    return problem
 
 
 def _choose(problem: GemmProblem, gpu: DeviceInfo, given: Given) -> Choice:
@@ -113,7 +115,7 @@ def _choose(problem: GemmProblem, gpu: DeviceInfo, given: Given) -> Choice:
         problem.num_tokens,
         gpu,
         residual=problem.residual is not None,
-        config=check_skinny_config(given["config"], problem.num_tokens),
+        config=given["config"],
     )
 
 

@@ -49,7 +49,7 @@ def compile_cubin(source: str, name_expressions: Sequence[str], arch: str) -> Cu
     """
     core = toolchain.cuda_core()
     loaded = sources.load(source)
-    options = toolchain.program_options(loaded.directory / source, arch)
+    options = toolchain.program_options(loaded.directory, source, arch)
     try:
         program = core.Program(loaded.text, "c++", options)
         code = program.compile("cubin", name_expressions=list(name_expressions))

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from k3cupy.runtime import env
 from k3cupy.runtime.errors import ToolchainError
 
+_OF_BENCHMARKS = "bench"
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 override: ContextVar[str | None] = ContextVar("k3cupy_source_dir", default=None)
 
@@ -196,7 +197,12 @@ def _closure(folder: Path, name: str) -> dict[Path, str]:
         try:
             files[path] = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ToolchainError(f"CUDA source {path} cannot be read ({error})") from error
+            hint = ""
+            if path.parent == folder / _OF_BENCHMARKS:
+                hint = (
+                    "; the kernels of benchmarks come with a checkout of k3cupy, not with a wheel"
+                )
+            raise ToolchainError(f"CUDA source {path} cannot be read ({error}){hint}") from error
         for included in _INCLUDE.findall(files[path]):
             beside = path.parent / included
             found = beside if beside.is_file() else folder / included

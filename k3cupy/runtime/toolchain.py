@@ -158,18 +158,20 @@ def options(source_directory: Path) -> tuple[str, ...]:
     return tuple(flag for option in found if not option.cupy_adds for flag in option.flags)
 
 
-def program_options(path: Path, arch: str) -> Any:
+def program_options(source_directory: Path, file: str, arch: str) -> Any:
     """Return the same options for cuda-core's ``Program``.
 
     The program bears the name of its file: NVRTC looks for an include in quotes beside that first,
     and without a name in the working directory, whatever lies there.
 
     Args:
-        path: the source, in the folder of the CUDA sources.
+        source_directory: the folder of the CUDA sources.
+        file: the source in it, as ``"mla_decode.cu"``.
         arch: for example ``"sm_90"``.
     """
-    fields = {option.field: option.value for option in every_option(path.parent)}
-    return cuda_core().ProgramOptions(name=str(path), arch=arch, **fields)
+    fields = {option.field: option.value for option in every_option(source_directory)}
+    name = str(source_directory / file)
+    return cuda_core().ProgramOptions(name=name, arch=arch, **fields)
 
 
 def describe_versions(nvrtc: tuple[int, int] | None) -> str:

@@ -99,27 +99,6 @@ __device__ __forceinline__ void wait_barrier(unsigned int barrier, unsigned int 
 #endif
 }
 
-// Where a warp stands in a ring of stages, whose barriers say when one is full and when it is empty
-// again. The parity flips on each round.
-struct RingPosition {
-  unsigned int stage = 0;
-  unsigned int parity = 0;
-
-  template <int kStages>
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
-// The stage before another in a ring.
-template <int kStages>
-__device__ __forceinline__ unsigned int before(unsigned int stage) {
-  return stage == 0 ? kStages - 1 : stage - 1;
-}
-
 // Copies up to kRows rows of kRowElements 16-bit values, kThreads threads together, swizzled. Only
 // `rows` rows and `bytes` bytes of each are read; the rest of these rows becomes zeros with kZeroed,
 // and stays as it was without.

@@ -6,7 +6,7 @@
 // the others.
 #pragma once
 
-#include "float32.cuh"
+#include "common/float32.cuh"
 
 namespace k3cupy {
 

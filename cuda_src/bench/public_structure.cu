@@ -5,8 +5,8 @@
 
 #include "common/chunk.cuh"
 #include "common/fp8.cuh"
-#include "common/latent_row.cuh"
 #include "common/pdl.cuh"
+#include "mla/latent_row.cuh"
 
 namespace k3cupy {
 

@@ -5,8 +5,8 @@
 //           64 values of the inputs' type at byte 528
 #pragma once
 
-#include "chunk.cuh"
-#include "fp8.cuh"
+#include "common/chunk.cuh"
+#include "common/fp8.cuh"
 
 namespace k3cupy {
 

@@ -8,12 +8,12 @@
 //                all of them (last_writers.cuh), so that the work does not grow with the square.
 #pragma once
 
-#include "fast_divide.cuh"
-#include "last_writers.cuh"
-#include "latent_copy.cuh"
-#include "rope.cuh"
-#include "slots.cuh"
-#include "strides.cuh"
+#include "common/fast_divide.cuh"
+#include "common/strides.cuh"
+#include "mla/last_writers.cuh"
+#include "mla/latent_copy.cuh"
+#include "mla/rope.cuh"
+#include "mla/slots.cuh"
 
 namespace k3cupy {
 

@@ -1,10 +1,10 @@
 // Moving the chunks of a latent row: load, turn the RoPE part, narrow, store.
 #pragma once
 
-#include "chunk.cuh"
-#include "fp8.cuh"
-#include "latent_row.cuh"
-#include "rope.cuh"
+#include "common/chunk.cuh"
+#include "common/fp8.cuh"
+#include "mla/latent_row.cuh"
+#include "mla/rope.cuh"
 
 namespace k3cupy {
 

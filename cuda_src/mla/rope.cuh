@@ -1,9 +1,9 @@
 // Rotary position embedding, GPT-J style: neighbouring elements form a pair.
 #pragma once
 
-#include "chunk.cuh"
-#include "float32.cuh"
-#include "slots.cuh"
+#include "common/chunk.cuh"
+#include "common/float32.cuh"
+#include "mla/slots.cuh"
 
 namespace k3cupy {
 

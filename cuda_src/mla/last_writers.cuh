@@ -3,7 +3,7 @@
 // threads look up the slots of the later tokens of the launch, each of which is read once a block.
 #pragma once
 
-#include "slots.cuh"
+#include "mla/slots.cuh"
 
 namespace k3cupy {
 

@@ -3,11 +3,11 @@
 // or two, which become 16 e4m3 codes.
 #pragma once
 
-#include "chunk.cuh"
-#include "fast_divide.cuh"
-#include "fp8.cuh"
-#include "rope.cuh"
-#include "strides.cuh"
+#include "common/chunk.cuh"
+#include "common/fast_divide.cuh"
+#include "common/fp8.cuh"
+#include "common/strides.cuh"
+#include "mla/rope.cuh"
 
 namespace k3cupy {
 
