@@ -131,7 +131,7 @@ class Neighbours:
 
     def __init__(self, device: int, *, pdl: bool) -> None:
         def launcher(name: str) -> launch.Launcher:
-            kernel = instances.load(Instance("bench/chain.cu", f"k3cupy::{name}"), device)
+            kernel = instances.load(Instance("tuning/chain.cu", f"k3cupy::{name}"), device)
             return launch.make_launcher(
                 device,
                 kernel.kernel,
