@@ -21,8 +21,9 @@ from k3cupy.cli import main
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.tuning import files
 from k3cupy.tuning import tune as tuning
+from k3cupy.tuning.engine import Measured
 from k3cupy.tuning.entries import Candidate
-from k3cupy.tuning.report import Watch
+from k3cupy.tuning.report import watch
 from k3cupy.tuning.targets import Target
 
 SHAPE, SMALL = (2112, 7168), (96, 256)
@@ -290,9 +291,11 @@ def test_a_bar_on_a_terminal(
     monkeypatch.setattr(type(sys.stderr), "isatty", lambda self: True, raising=False)
     monkeypatch.setenv("FORCE_COLOR", "1")
     targets = job([SHAPE], [8]).todo
-    with Watch(targets) as watch:
-        assert watch._bar is not None
-    assert "measuring" in capsys.readouterr().err
+    with watch(targets) as note:
+        note(Measured(targets[0], None, {}))
+    shown = capsys.readouterr().err
+    assert "measuring bfloat16 2112x7168, M = 8" in shown
+    assert "bfloat16 2112x7168 + residual, M = 8" in shown and "1/2" in shown
 
 
 # Commands

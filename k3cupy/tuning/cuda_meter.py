@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from k3cupy.choose.table import GEMM, MLA_DECODE
+from k3cupy.choose.table import MLA_DECODE
 from k3cupy.runtime import devices, instances
 from k3cupy.runtime.errors import CompileError
 from k3cupy.runtime.instances import Instance
@@ -103,11 +103,11 @@ class CudaMeter:
             self._recorded = graphs.Recorded(self._bench.launches)
         return self._bench
 
-    def _made(self, target: Any) -> Bench:
-        if target.family == GEMM:
+    def _made(self, target: Target) -> Bench:
+        if isinstance(target, GemmTarget):
             return GemmBench(target.n, target.k, target.tokens, target.residual, self._pool)
         make = DecodeBench if target.family == MLA_DECODE else PrefillBench
-        return make(target.kind, target.tokens, target.heads)
+        return make(target.problem, target.tokens, target.heads)
 
     def _forget(self) -> None:
         """Let go of tensors and graphs before those of the next target come."""

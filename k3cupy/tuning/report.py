@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from k3cupy.call.choice import LINEAR
@@ -100,60 +100,46 @@ def _cell(entry: Entry | None) -> str:
     return f"{entry.us:.2f} ({key_of(entry.config)})"
 
 
-class Watch:
-    """Shows on standard error how far tuning has come: a bar, or a line a problem in a file."""
+@contextlib.contextmanager
+def watch(
+    targets: Sequence[Target], *, quiet: bool = False
+) -> Iterator[Callable[[Measured], None]]:
+    """Show on standard error how far tuning has come: a bar, or a line a problem in a file.
 
-    def __init__(self, targets: Sequence[Target], *, quiet: bool = False) -> None:
-        from rich import progress
-        from rich.console import Console
+    Args:
+        targets: what is to come, in order.
+        quiet: show nothing.
 
-        self._targets = targets
-        self._done: list[Measured] = []
-        self._console = Console(stderr=True, quiet=quiet)
-        self._bar: progress.Progress | None = None
-        if self._console.is_terminal and not quiet:
-            self._bar = progress.Progress(
-                progress.TextColumn("measuring {task.description}"),
-                progress.BarColumn(),
-                progress.MofNCompleteColumn(),
-                progress.TimeRemainingColumn(),
-                console=self._console,
-            )
-            self._task = self._bar.add_task(self._next(), total=len(targets))
+    Yields:
+        What takes note of a target that was measured.
+    """
+    from rich import progress
+    from rich.console import Console
 
-    def __enter__(self) -> Watch:
-        """Show the bar."""
-        if self._bar is not None:
-            self._bar.start()
-        return self
+    console = Console(stderr=True, quiet=quiet)
+    bar = progress.Progress(
+        progress.TextColumn("measuring {task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeRemainingColumn(),
+        console=console,
+        disable=quiet or not console.is_terminal,
+    )
+    names = [*map(str, targets), "done"]
+    task = bar.add_task(names[0], total=len(targets))
+    done: list[Measured] = []
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Leave the terminal as it was."""
-        if self._bar is not None:
-            self._bar.stop()
-
-    def __call__(self, measured: Measured) -> None:
-        """Take note of one target."""
-        self._done.append(measured)
+    def note(measured: Measured) -> None:
+        done.append(measured)
         for line in measured.refusals:
-            self._console.print(f"refused, not recorded: {line}", markup=False, soft_wrap=True)
-        rest = self._targets[len(self._done) :]
-        if self._bar is not None:
-            self._bar.update(self._task, advance=1, description=self._next())
-        elif not rest or rest[0].problem != measured.target.problem:
-            self._print_problem(measured.target.problem)
+            console.print(f"refused, not recorded: {line}", markup=False, soft_wrap=True)
+        bar.update(task, advance=1, description=names[len(done)])
+        problem, rest = measured.target.problem, targets[len(done) :]
+        if bar.disable and (not rest or rest[0].problem != problem):
+            found = [m.entry for m in done if m.target.problem == problem and m.entry]
+            mean = mean_speed_up(found)
+            told = f"{problem}: {len(found)} measured{f', {mean}' if mean else ''}"
+            console.print(told, soft_wrap=True)
 
-    def _next(self) -> str:
-        done = len(self._done)
-        return str(self._targets[done]) if done < len(self._targets) else "done"
-
-    def _print_problem(self, problem: str) -> None:
-        found = [m.entry for m in self._done if m.target.problem == problem and m.entry]
-        mean = mean_speed_up(found)
-        told = f"{problem}: {len(found)} measured{f', {mean}' if mean else ''}"
-        self._console.print(told, soft_wrap=True)
+    with bar:
+        yield note

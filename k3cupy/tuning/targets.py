@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,51 +36,17 @@ _BEST_OF_NEIGHBOUR = 4
 _BEST_FOR_RESIDUAL = 2
 
 
-class Target(ABC):
-    """One problem of one size.
+class _Target:
+    """One problem of one size, as tables name them: what both kinds of targets share."""
 
-    Attributes:
-        family: of kernels.
-        tokens: of the call.
-        beside: what is timed with the candidates, and needs no check.
-    """
-
-    family: str
+    problem: Any
+    size: Any
     tokens: int
-    beside: tuple[Candidate, ...] = ()
-
-    @property
-    @abstractmethod
-    def problem(self) -> str:
-        """The problem, as tables name it."""
-
-    @property
-    @abstractmethod
-    def size(self) -> int:
-        """The size, as tables count it."""
-
-    @abstractmethod
-    def candidates(self, known: Known, gpu: DeviceInfo) -> tuple[Candidate, ...]:
-        """Return what is worth measuring.
-
-        Args:
-            known: what has been measured; it narrows the choice.
-            gpu: the GPU.
-        """
-
-    @abstractmethod
-    def instance(self, candidate: Candidate) -> Instance:
-        """Return what has to be compiled to run a candidate."""
 
     @property
     def key(self) -> tuple[str, int]:
         """What names it, as ``Entry.key``."""
         return self.problem, self.size
-
-    @property
-    def follows(self) -> tuple[str, int] | None:
-        """The target without whose times there are no candidates."""
-        return None
 
     def __str__(self) -> str:
         """For people: ``bfloat16 2112x7168, M = 4``."""
@@ -89,8 +54,11 @@ class Target(ABC):
 
 
 @dataclass(frozen=True)
-class GemmTarget(Target):
-    """A product: [tokens, k] times [n, k] transposed, a residual added or not."""
+class GemmTarget(_Target):
+    """A product: [tokens, k] times [n, k] transposed, a residual added or not.
+
+    It is timed beside the framework's linear, which needs no check.
+    """
 
     n: int
     k: int
@@ -112,11 +80,15 @@ class GemmTarget(Target):
 
     @property
     def follows(self) -> tuple[str, int] | None:
-        """With a residual only the best of the same product without one are measured."""
+        """The product without a residual: only its best are measured with one."""
         return replace(self, residual=False).key if self.residual else None
 
     def candidates(self, known: Known, gpu: DeviceInfo) -> tuple[Candidate, ...]:
-        """Return all that the kernels have, between the classes the best of the neighbours."""
+        """Return what is worth measuring; what is known narrows it.
+
+        Without a residual that is all that the kernels have, and between the classes of tokens the
+        best of the neighbours.
+        """
         if self.residual:
             plain = replace(self, residual=False)
             best = (_best(known, plain, kernel, _BEST_FOR_RESIDUAL) for kernel in OURS)
@@ -143,7 +115,7 @@ class GemmTarget(Target):
         return dict.fromkeys(best)
 
     def instance(self, candidate: Candidate) -> Instance:
-        """Return what a linear layer runs with packed x."""
+        """Return what has to be compiled to run a candidate as a linear layer does, x packed."""
         kernels: Any = fused_a_gemm if candidate.kernel == FUSED_A else skinny_gemm
         variant = kernels.Variant(has_residual=self.residual, weight_is_static=True)
         found: Instance = candidate.config.instance(variant)
@@ -158,18 +130,16 @@ def _best(known: Known, target: GemmTarget, kernel: str, count: int) -> list[Can
 
 
 @dataclass(frozen=True)
-class MlaTarget(Target):
+class MlaTarget(_Target):
     """A call of an MLA epilogue, without RoPE, rows at multiples of 16 bytes."""
 
     family: str
-    kind: str
+    problem: str
     tokens: int
     heads: int
 
-    @property
-    def problem(self) -> str:
-        """The kind."""
-        return self.kind
+    beside = ()
+    follows = None
 
     @property
     def size(self) -> int:
@@ -185,8 +155,11 @@ class MlaTarget(Target):
         make: Any = (
             mla_prefill.Variant if self.family == MLA_PREFILL else mla_decode.Variant.of_kind
         )
-        found: Instance = candidate.config.instance(make(self.kind, "bfloat16"))
+        found: Instance = candidate.config.instance(make(self.problem, "bfloat16"))
         return found
+
+
+Target = GemmTarget | MlaTarget
 
 
 def gemm_targets(

@@ -17,7 +17,7 @@ from k3cupy.runtime.errors import ToolchainError, reject
 from k3cupy.tuning import files
 from k3cupy.tuning.engine import Meter, measure_all
 from k3cupy.tuning.entries import Known, settled
-from k3cupy.tuning.report import TuneReport, Watch
+from k3cupy.tuning.report import TuneReport, watch
 from k3cupy.tuning.targets import Target, gemm_targets, mla_targets
 
 FAMILY_OF = {
@@ -214,7 +214,7 @@ def run(job: Job, meter: Meter | None = None, *, progress: bool = True) -> TuneR
     try:
         if job.todo:
             measuring = measure_all(job.todo, job.known, meter or _cuda_meter(job))
-            with contextlib.closing(measuring), Watch(job.todo, quiet=not progress) as watch:
+            with contextlib.closing(measuring), watch(job.todo, quiet=not progress) as note:
                 for measured in measuring:
                     target = measured.target
                     if measured.entry is not None:
@@ -225,7 +225,7 @@ def run(job: Job, meter: Meter | None = None, *, progress: bool = True) -> TuneR
                     found |= unsaved
                     save()
                     refused += measured.refusals
-                    watch(measured)
+                    note(measured)
     finally:
         save()  # an interruption may have come between
         cache.reload()
