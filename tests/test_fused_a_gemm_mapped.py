@@ -230,8 +230,8 @@ def test_x_that_a_preceding_kernel_writes_late(has_maps: None) -> None:
     a, b = (torch.empty(16, n, dtype=BF16, device="cuda") for n in (2048, 64))
 
     def chain(**options: Any) -> None:
-        op(x, first, a, config=MAPPED, weight_is_static=True, **options)
-        op(a, second, b, config=replace(MAPPED, split_k=2), weight_is_static=True, **options)
+        op(x, first, out=a, config=MAPPED, weight_is_static=True, **options)
+        op(a, second, out=b, config=replace(MAPPED, split_k=2), weight_is_static=True, **options)
 
     assert wrong_values_of_a_chain(chain, x, (a, b)) == 0
 

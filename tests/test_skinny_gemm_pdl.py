@@ -25,8 +25,8 @@ def test_products_that_feed_products_of_both_kinds() -> None:
 
     def chain(**options: Any) -> None:
         op(x, first, out=a, **options)
-        op(a, second, x, b, **options)
-        k3cupy.fused_a_gemm(a, second, c, residual=b, **options)
+        op(a, second, x, out=b, **options)
+        k3cupy.fused_a_gemm(a, second, out=c, residual=b, **options)
         op(b, c, out=d, **options)  # what the product before wrote is the weight here
 
     assert wrong_values_of_a_chain(chain, x, (a, b, c, d)) == 0
