@@ -111,9 +111,9 @@ def counted() -> Iterator[Counter[str]]:
             return
         file = frame.f_code.co_filename
         if file.startswith(str(PACKAGE)):
-            frames[f"{Path(file).relative_to(PACKAGE)}: {frame.f_code.co_qualname}"] += 1
+            frames[f"{Path(file).relative_to(PACKAGE)}: {frame.f_code.co_name}"] += 1
         elif file.startswith("<k3cupy"):
-            frames[f"{file}: {frame.f_code.co_qualname}"] += 1
+            frames[f"{file}: {frame.f_code.co_name}"] += 1
 
     before = sys.getprofile()
     sys.setprofile(note)
