@@ -40,24 +40,17 @@
 
 namespace k3cupy {
 
-// Sets up all barriers. Behind it every thread of the block sees them; the other blocks of the cluster
-// do once they have waited at the cluster's barrier.
+// One thread sets up all barriers.
 template <typename Tile>
 __device__ __forceinline__ void init_barriers(const BlockMemory<Tile>& memory,
                                               unsigned int num_tokens) {
-  constexpr bool kClustered = Tile::kSplitK > 1;
-  if (threadIdx.x == 0) {
-    memory.weight.init(Tile::kCopyThreads, Tile::kMathWarps);
-    memory.x.init(Tile::kMappedX ? 1 : Tile::kCopyThreads, Tile::kMathWarps);
-    if constexpr (kClustered) {
-      init_barrier(memory.inbox_full, 1);
-      arrive_expecting(memory.inbox_full,
-                       Tile::kSplitK * num_tokens * Tile::kOwned * sizeof(float));
-    }
-    if constexpr (Tile::kMappedX || kClustered) show_barriers_to_others();
+  memory.weight.init(Tile::kCopyThreads, Tile::kMathWarps);
+  memory.x.init(Tile::kMappedX ? 1 : Tile::kCopyThreads, Tile::kMathWarps);
+  if constexpr (Tile::kSplitK > 1) {
+    init_barrier(memory.inbox_full, 1);
+    arrive_expecting(memory.inbox_full, Tile::kSplitK * num_tokens * Tile::kOwned * sizeof(float));
   }
-  __syncthreads();
-  if constexpr (kClustered) cluster_arrive_relaxed();
+  if constexpr (Tile::kMappedX || Tile::kSplitK > 1) show_barriers_to_others();
 }
 
 // What both kernels below do; x knows how it is fetched.
@@ -71,7 +64,9 @@ __device__ __forceinline__ void compute_tile(const __nv_bfloat16* weight, unsign
   const BlockMemory<Tile> memory(shared);
   const BlockShare<Tile> share(n, k, block_rows);
   const int warp = threadIdx.x / 32;
-  init_barriers<Tile>(memory, num_tokens);
+  if (threadIdx.x == 0) init_barriers<Tile>(memory, num_tokens);
+  __syncthreads();
+  if constexpr (Tile::kSplitK > 1) cluster_arrive_relaxed();
 
   if (warp < Tile::kMathWarps) {
     multiply_stages<Tile>(share, memory, warp, threadIdx.x % 32);
