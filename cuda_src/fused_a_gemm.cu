@@ -56,9 +56,9 @@ __device__ __forceinline__ void init_barriers(const BlockMemory<Tile>& memory,
 // What both kernels below do; x knows how it is fetched.
 template <typename Tile, bool kWeightIsStatic, bool kHasResidual, typename X>
 __device__ __forceinline__ void compute_tile(const __nv_bfloat16* weight, unsigned int n,
-                                             unsigned int k, const X& x, unsigned int num_tokens,
-                                             const TokenRows<__nv_bfloat16>& out,
-                                             const TokenRows<const __nv_bfloat16>& residual,
+                                             unsigned int k, X x, unsigned int num_tokens,
+                                             TokenRows<__nv_bfloat16> out,
+                                             TokenRows<const __nv_bfloat16> residual,
                                              unsigned int block_rows) {
   extern __shared__ __align__(1024) char shared[];
   const BlockMemory<Tile> memory(shared);
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
   compute_tile<Tile<kTileM, kTileN, kTileK, kStages, kStagesX, kWarpsK, kWarpsN, kSplitK,
                     kCopyWarps, kProduct, false>,
                kWeightIsStatic, kHasResidual>(
-      weight, n, k, PointedX<kAlignedX>{x, kPacked ? k : x_row_stride, num_tokens}, num_tokens,
+      weight, n, k, PointedX<kPacked, kAlignedX>{x, k, x_row_stride, num_tokens}, num_tokens,
       {out, out_row_stride}, {residual, residual_row_stride}, block_rows);
 }
 
