@@ -11,7 +11,7 @@
 #   DEMO_ARGS, TEST_ARGS, BENCH_ARGS   passed on to the demo, to pytest and to the benchmark
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint check-style check-types check-cuda format wheel bench clean
+.PHONY: help demo test compile-all lint check-style check-types check-cuda format wheel bench clean
 
 BASE_PYTHON ?= python3
 DEMO_ARGS ?=
@@ -44,9 +44,15 @@ demo: $(RUN_ENV) ## Run one Kimi-K3 MLA decode layer, fused and unfused, and com
 	@$(PY) examples/mla_decode_step.py $(DEMO_ARGS)
 
 # pytest starts in tests/, so that `k3cupy` is the one that the environment finds, also a wheel.
+# $(call pytest,PROCESSES): its command line, with as many processes as cores up to a number.
+pytest = $(PY) -m pytest -c ../pyproject.toml --rootdir .. $$($(PY) -c \
+  'import importlib.util as u; print("-n auto --maxprocesses $(1) --dist loadgroup" * bool(u.find_spec("xdist")))')
+
 test: $(DEV_ENV) lint ## Lint, types, every test that this machine can run, the wheel
-	@cd tests && $(PY) -m pytest -c ../pyproject.toml --rootdir .. $$($(PY) -c \
-	  'import importlib.util as u; print("-n auto --maxprocesses 8 --dist loadgroup" * bool(u.find_spec("xdist")))') $(TEST_ARGS)
+	@cd tests && $(call pytest,8) $(TEST_ARGS)
+
+compile-all: $(DEV_ENV) ## Compile and inspect every kernel for every architecture: hours of CPU time
+	@cd tests && K3CUPY_COMPILE_ALL=1 $(call pytest,64) -m compiles $(TEST_ARGS)
 
 lint: check-style check-types check-cuda ## Check style, types and the format of the CUDA sources
 

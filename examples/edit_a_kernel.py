@@ -20,9 +20,9 @@ import tempfile
 from pathlib import Path
 
 import torch
+from k3cupy.ops.mla_decode_config import SOURCE
 
 import k3cupy
-from k3cupy.ops.mla_decode_config import SOURCE
 from k3cupy.runtime import devices, offline, sources
 
 HAS_GPU = torch.cuda.is_available()
@@ -51,7 +51,7 @@ def call(cos_sin_cache: torch.Tensor) -> torch.Tensor:
         torch.arange(TOKENS, device=device),
         positions=positions,
         cos_sin_cache=cos_sin_cache,
-        split=CONFIG,
+        config=CONFIG,
     )
     return torch.cat([query, cache[0, :TOKENS, None]], dim=1)
 
@@ -107,7 +107,7 @@ def edit(file: str, old: str, new: str) -> None:
 # %% The edit: let RoPE turn the other way. A header counts as much as the .cu file itself.
 SINE = "const float s = angles.sine[i];"
 SINE_BACKWARDS = "const float s = -angles.sine[i];"
-edit("common/rope.cuh", SINE, SINE_BACKWARDS)
+edit("mla/rope.cuh", SINE, SINE_BACKWARDS)
 
 with k3cupy.source_dir(folder):
     print(f"edited:      {describe()}")
@@ -123,7 +123,7 @@ else:
 
 # %% A slip of the pen. The error holds the compiler's log, with the file and the line.
 SINE_MISSPELT = "const float s = -angle.sine[i];"
-edit("common/rope.cuh", SINE_BACKWARDS, SINE_MISSPELT)
+edit("mla/rope.cuh", SINE_BACKWARDS, SINE_MISSPELT)
 
 with k3cupy.source_dir(folder):
     try:
@@ -134,7 +134,7 @@ with k3cupy.source_dir(folder):
         print(f"A slip of the pen gives:\n{error}")
 
 # %% Repaired: the next call works. Outside the `with` block nothing ever changed.
-edit("common/rope.cuh", SINE_MISSPELT, SINE)
+edit("mla/rope.cuh", SINE_MISSPELT, SINE)
 
 with k3cupy.source_dir(folder):
     print(f"repaired:    {describe()}")

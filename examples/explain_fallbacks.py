@@ -15,15 +15,16 @@ Without a GPU the same rules are asked about an NVIDIA H200 that is not there.
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 import k3cupy
-from k3cupy.dispatch import linear
-from k3cupy.runtime import producers
+from k3cupy.runtime import devices, producers
 from k3cupy.runtime.devices import DeviceInfo
+from k3cupy.runtime.tensors import TensorView
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -42,18 +43,22 @@ def rand(*shape: int) -> torch.Tensor:
 
 def explain(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None
-) -> k3cupy.LinearDecision:
+) -> k3cupy.Choice:
     """What `low_latency_linear(x, weight, residual)` would run, and why."""
     if HAS_GPU:
         return k3cupy.explain_low_latency_gemm(x, weight, residual)
-    views = {"x": x, "weight": weight} | ({} if residual is None else {"residual": residual})
-    described = {
-        name: replace(producers.view(tensor, name), device_type="cuda")
-        for name, tensor in views.items()
-    }
-    return linear.decide(
-        described, grad_mode=torch.is_grad_enabled(), batch_invariant=False, device=H200
-    )
+    with (
+        patch.object(producers, "view", as_if_on_a_gpu),
+        patch.object(devices, "info", lambda _: H200),
+    ):
+        return k3cupy.explain_low_latency_gemm(x, weight, residual)
+
+
+read = producers.view
+
+
+def as_if_on_a_gpu(tensor: torch.Tensor, name: str) -> TensorView:
+    return replace(read(tensor, name), device_type="cuda")
 
 
 # %% Slices that the kernels take: MLA's q_b, KDA's f_b, and one token of anything.
@@ -85,9 +90,9 @@ table = Table(title="Low-latency linear" if HAS_GPU else "Low-latency linear, as
 for header in ("call", "runs", "why"):
     table.add_column(header)
 for name, tensors in calls.items():
-    decision = explain(*tensors)
-    runs = "PyTorch's linear" if decision.is_fallback else decision.backend
-    table.add_row(name, runs, decision.reason)
+    choice = explain(*tensors)
+    runs = "PyTorch's linear" if choice.is_fallback else choice.kernel
+    table.add_row(name, runs, choice.reason)
 Console().print(table)
 
 # %% A fall-back is counted too. This runs two of the calls, then shows what came of all so far.

@@ -185,7 +185,7 @@ def run_steps(demo: Demo, steps: int, console: Console) -> list[float]:
             str(step),
             f"{min(lengths)} to {max(lengths)}",
             show_error(errors[-1]),
-            decision.backend,
+            decision.runs_on,
             f"{bytes_moved(call, mqa_q) / 1024:.1f} KiB",
         )
     console.print(table)

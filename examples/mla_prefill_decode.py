@@ -213,7 +213,7 @@ def run_prefill(demo: Demo, chunks: list[Chunk], console: Console) -> list[float
             str(len(chunk.hidden)),
             str(context),
             show_error(errors[-1]),
-            decision.backend,
+            decision.runs_on,
             f"{moved / 1024:.1f} KiB",
         )
     console.print(table)
@@ -267,7 +267,7 @@ def run_decode(demo: Demo, steps: int, console: Console) -> list[float]:
         errors.append(relative_error(output, demo.plain_decode(hidden, positions)))
         lengths = (positions + 1).tolist()
         context = f"{min(lengths)} to {max(lengths)}"
-        table.add_row(str(step + 1), context, show_error(errors[-1]), decision.backend)
+        table.add_row(str(step + 1), context, show_error(errors[-1]), decision.runs_on)
     console.print(table)
     return errors
 

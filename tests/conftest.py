@@ -11,13 +11,23 @@ from pathlib import Path
 # Before anything imports distutils, which it replaces: PyTorch's compiler needs the new one.
 with contextlib.suppress(ImportError):
     import setuptools  # noqa: F401
+
+# The workers of one run share the cores: PyTorch must not start a thread a core in each.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 from gemm_helpers import GEMMS, Gemm
+from helpers import DEVICES
+from hypothesis import settings
 
 import k3cupy
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# The same examples every time; `HYPOTHESIS_PROFILE=fuzz` looks for new ones, and for many more.
+settings.register_profile("suite", max_examples=40, derandomize=True, deadline=None, database=None)
+settings.register_profile("fuzz", max_examples=3000, deadline=None, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 
 
 def pytest_configure() -> None:

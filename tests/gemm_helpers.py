@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import oracle
 import pytest
 import torch
+from fake_device import H200, FakeDevice
 from helpers import BF16, FP16, Guarded, check_guards, guarded
+from toolchain_helpers import copy_of_sources, write
 
 import k3cupy
+from k3cupy.runtime import devices
+from k3cupy.runtime.devices import DeviceInfo
 
 TOKENS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64)
 ROUNDING = {BF16: 2**-8, FP16: 2**-11}
@@ -30,6 +36,30 @@ def op(*args: Any, **kwargs: Any) -> Any:
 def transposed_op(mat_a: Any, mat_b: Any, output: Any, enable_pdl: Any = False) -> None:
     """The public signature by name."""
     k3cupy.dsv3_fused_a_gemm(output, mat_a, mat_b, enable_pdl)
+
+
+def unread(*shape: int) -> torch.Tensor:
+    """A tensor of whose memory nobody reads anything, so that it costs nothing."""
+    return torch.empty(shape, dtype=BF16)
+
+
+@contextmanager
+def taken_for(gpu: DeviceInfo) -> Iterator[FakeDevice]:
+    """CPU tensors count as tensors of this GPU inside."""
+    with pytest.MonkeyPatch.context() as patch:
+        device = FakeDevice(patch)
+        patch.setattr(devices, "info", lambda _: gpu)
+        yield device
+
+
+@contextmanager
+def fresh_plans(folder: Path) -> Iterator[None]:
+    """Calls inside make plans of their own: the kernels come from a copy that nobody else has."""
+    tree = copy_of_sources(folder)
+    for source in ("fused_a_gemm.cu", "skinny_gemm.cu"):
+        write(tree / source, (tree / source).read_text(encoding="utf-8") + f"// {folder}\n")
+    with k3cupy.source_dir(tree):
+        yield
 
 
 def normal(
@@ -149,7 +179,7 @@ class Gemm:
 
     The two agree on the names of arguments, not on their order: tests of both name all that
     follows x and weight. `tokens` are some numbers of rows, the most at the end; `odd_tokens`
-    fill no tile.
+    fill no tile. `flags` are those of a call, `template_flags` those of an instance.
     """
 
     name: str
@@ -158,6 +188,7 @@ class Gemm:
     k_multiple: int
     dtypes: tuple[torch.dtype, ...]
     flags: tuple[str, ...]
+    template_flags: tuple[str, ...]
 
     @property
     def max_tokens(self) -> int:
@@ -172,6 +203,28 @@ class Gemm:
     def run_and_check(self, x: Any, weight: Any, **options: Any) -> torch.Tensor:
         return run_and_check(x, weight, operation=self, **options)
 
+    def explain_on_a_gpu(self, x: Any, weight: Any, **options: Any) -> Any:
+        """What a GPU runs for these tensors; an H200, where they are on the CPU."""
+        if x.is_cuda:
+            return self.explain(x, weight, **options)
+        with taken_for(H200):
+            return self.explain(x, weight, **options)
+
+    def chosen(
+        self, shape: tuple[int, int], tokens: int, gpu: DeviceInfo = H200, **options: Any
+    ) -> Any:
+        """What a call with packed tensors runs on a GPU that is none."""
+        n, k = shape
+        with taken_for(gpu):
+            return self.explain(unread(tokens, k), unread(n, k), **options)
+
+    def flags_of(self, name_expression: str) -> dict[str, bool]:
+        """The flags among the template arguments of an instance, by name."""
+        names = self.template_flags
+        values = name_expression.removesuffix(">").split(", ")[-len(names) :]
+        words = {"true": True, "false": False}
+        return {name: words[value] for name, value in zip(names, values, strict=True)}
+
 
 FUSED_A = Gemm(
     "fused_a_gemm",
@@ -180,6 +233,7 @@ FUSED_A = Gemm(
     k_multiple=16,
     dtypes=(BF16,),
     flags=("pdl", "weight_is_static", "batch_invariant"),
+    template_flags=("packed", "aligned_x", "weight_is_static", "has_residual"),
 )
 SKINNY = Gemm(
     "skinny_gemm",
@@ -188,6 +242,7 @@ SKINNY = Gemm(
     k_multiple=8,
     dtypes=(BF16, FP16),
     flags=("pdl", "weight_is_static"),
+    template_flags=("aligned_x", "has_residual", "weight_is_static"),
 )
 GEMMS = {gemm.name: gemm for gemm in (FUSED_A, SKINNY)}
 GEMMS_AND_DTYPES = [
@@ -203,6 +258,19 @@ def gemms_and_tokens(fused_a: Iterable[int], skinny: Iterable[int]) -> list[Any]
         pytest.param(gemm, tokens, id=f"{gemm.name}-{tokens}")
         for gemm, numbers in ((FUSED_A, fused_a), (SKINNY, skinny))
         for tokens in numbers
+    ]
+
+
+def devices_and_tokens(fused_a: Iterable[int], skinny: Iterable[int]) -> list[Any]:
+    """The same on each device, all of them on a GPU.
+
+    On the CPU the first and the last: its reference takes every number of tokens alike.
+    """
+    return [
+        pytest.param(device, gemm, tokens, id=f"{device}-{gemm.name}-{tokens}", marks=marks)
+        for device, marks in (("cpu", ()), ("cuda", pytest.mark.gpu))
+        for gemm, numbers in ((FUSED_A, tuple(fused_a)), (SKINNY, tuple(skinny)))
+        for tokens in (numbers if device == "cuda" else dict.fromkeys((numbers[0], numbers[-1])))
     ]
 
 

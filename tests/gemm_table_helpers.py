@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,10 +13,9 @@ from typing import Any
 import pytest
 from fake_device import H200
 
-from k3cupy.ops import gemm_cache, gemm_tables
-from k3cupy.ops.fused_a_gemm_choice import candidates
-from k3cupy.ops.gemm_entry import GemmEntry, fastest_of
-from k3cupy.ops.skinny_gemm_choice import candidates as skinny_candidates
+from k3cupy.choose import cache, table
+from k3cupy.choose.gemm import candidates, problem_of
+from k3cupy.choose.table import Entry
 
 N, K = 2112, 7168
 
@@ -28,34 +30,49 @@ def measured(
     linear_us: float = 9.0,
     residual: bool = False,
     **more: Any,
-) -> GemmEntry:
-    """An entry in which the second candidate of each backend is the fastest."""
-    times: dict[str, dict[Any, float]] = {}
-    if fused_us is not None:
-        first, second = candidates(n, k, tokens, H200)[:2]
-        times["fused_a"] = {first: fused_us + 1, second: fused_us}
-    if skinny_us is not None:
-        first_one, second_one = skinny_candidates(n, k, tokens, H200)[:2]
-        times["skinny"] = {first_one: skinny_us + 1, second_one: skinny_us}
-    return GemmEntry(n, k, tokens, residual, linear_us, times, fastest_of(linear_us, times), **more)
+) -> Entry:
+    """An entry in which the second candidate of each kernel is the fastest."""
+    times: dict[str, dict[Any, float]] = {"linear": {None: linear_us}}
+    for kernel, us in (("fused_a", fused_us), ("skinny", skinny_us)):
+        if us is not None:
+            first, second = candidates(kernel, n, k, tokens, H200)[:2]
+            times[kernel] = {first: us + 1, second: us}
+    return table.measured(problem_of(n, k, residual=residual), tokens, times, **more)
 
 
-def second(tokens: int, backend: str = "fused_a", n: int = N, k: int = K) -> Any:
+def second(tokens: int, kernel: str = "fused_a", n: int = N, k: int = K) -> Any:
     """The configuration that ``measured`` makes the fastest."""
-    make = {"fused_a": candidates, "skinny": skinny_candidates}[backend]
-    return make(n, k, tokens, H200)[1]
+    return candidates(kernel, n, k, tokens, H200)[1]
+
+
+def in_processes(count: int, work: Callable[[int], None]) -> None:
+    """Do work(0), work(1), ... in forked processes at once; for a child that has no threads yet."""
+    children = []
+    for i in range(count):
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                work(i)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(status)
+        children.append(pid)
+    failed = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+    assert failed == [0] * count, failed
 
 
 @contextmanager
-def user_cache(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, *entries: GemmEntry
-) -> Iterator[Path]:
+def user_cache(folder: Path, monkeypatch: pytest.MonkeyPatch, *entries: Entry) -> Iterator[Path]:
     """A user cache in a folder; tables are read anew inside, and after it."""
     with monkeypatch.context() as patch:
         patch.setenv("K3CUPY_CACHE_DIR", str(folder))
-        path = gemm_cache.path_of(H200)
+        path = cache.path_of("gemm", H200.name)
         if entries:
-            assert gemm_cache.add(entries, H200) == path
-        gemm_tables.reload()
+            assert cache.add("gemm", entries, H200) == path
+        cache.reload()
         yield path
-    gemm_tables.reload()
+    cache.reload()

@@ -18,10 +18,10 @@ import torch
 import k3cupy
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, oracle.E4M3
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CACHE_KINDS = ("same", "fp8", "uint8", "ds_mla")
 NAN_BYTE = 0xFF
 GUARD_BYTES = 256
-SPLITS = (0, 1, 3)
 
 
 def op(*args: Any, **kwargs: Any) -> Any:
@@ -319,13 +319,6 @@ def run_and_check(call: Call, **extra: Any) -> Any:
     return mqa_q
 
 
-def poisoned_out(call: Call, *, shift: int = 0) -> Guarded:
-    """An `out=` buffer of the right type, filled with a pattern, inside guard bands."""
-    dtype = E4M3 if call.options.get("q_scale_inv") is not None else call.ql_nope.dtype
-    shape = (call.tokens, call.ql_nope.shape[1], oracle.ROW)
-    return Guarded(shape, dtype, call.cache.device, shift=shift)
-
-
 def check_guards(box: Guarded, before: torch.Tensor) -> None:
     """Every byte outside the tensor is as it was in the snapshot `before`."""
     want = before.clone()
@@ -344,18 +337,30 @@ def refused(
     """The call raises a message of the agreed form and writes nothing; the message comes back.
 
     `names` is a regular expression for the argument that is blamed, `found` one for the offending
-    type or value.
+    type or value. It is looked for in what the message says it got, never in what it expected, and
+    not in the advice behind that.
     """
     before = box.snapshot() if box is not None else None
     with pytest.raises((TypeError, ValueError)) as caught:
         operation(**arguments)
     text = str(caught.value)
     assert re.match(rf"(?:{names}): expected ", text), f"it does not start as agreed: {text!r}"
-    assert ", got " in text, f"it does not say what it got: {text!r}"
-    assert re.search(found, text), f"{found!r} is missing in {text!r}"
+    assert re.search(found, got_in(text)), f"{found!r} is missing behind 'got' in {text!r}"
     if box is not None and before is not None:
         oracle.assert_same_bits(box.snapshot(), before, "cache after a refused call")
     return text
+
+
+def got_in(text: str) -> str:
+    """What a message says it got: behind the first ", got ", up to the advice."""
+    _, separator, rest = text.partition(", got ")
+    assert separator, f"it does not say what it got: {text!r}"
+    return re.split(r"\. (?=[A-Z])", rest)[0]
+
+
+def exactly(got: str) -> str:
+    """The pattern of one text that a message may give as what it got, and of no other."""
+    return rf"\A{re.escape(got)}\Z"
 
 
 def padded(tensor: torch.Tensor, extra: int) -> torch.Tensor:

@@ -14,13 +14,13 @@ from click.testing import CliRunner
 
 from k3cupy.bench import forms, report
 from k3cupy.cli import main
-from k3cupy.ops.mla_decode_config import CANDIDATES, MlaDecodeConfig, MlaDecodeVariant
-from k3cupy.ops.mla_prefill_config import CANDIDATES as PREFILL_CANDIDATES
-from k3cupy.ops.mla_prefill_config import (
+from k3cupy.kernels.mla_decode import CANDIDATES, MlaDecodeConfig, Variant
+from k3cupy.kernels.mla_prefill import CANDIDATES as PREFILL_CANDIDATES
+from k3cupy.kernels.mla_prefill import (
     INSERTS,
     OPS,
     MlaPrefillConfig,
-    MlaPrefillVariant,
+    Variant,
     choose,
 )
 from k3cupy.runtime.devices import DeviceInfo
@@ -148,7 +148,7 @@ def test_the_prefill_page_shows_the_choice_of_the_shipped_table() -> None:
     (renewed,) = report.with_shipped_choice(prefill_document())["entries"]
     chosen = MlaPrefillConfig(**renewed["dispatched"])
     device = DeviceInfo(0, "NVIDIA H200", (9, 0), 132, 0)
-    assert chosen == choose(MlaPrefillVariant("fused_mla_kv_concat"), 4096, 12, device)[0]
+    assert chosen == choose(Variant("fused_mla_kv_concat"), 4096, 12, device)[0]
 
 
 def test_results_of_two_benchmarks_are_not_averaged() -> None:
@@ -206,7 +206,7 @@ def test_the_page_shows_the_choice_of_the_shipped_table() -> None:
 
 @pytest.mark.parametrize("kind", ["16bit+same", "fp8+fp8", "16bit+ds_mla", "16bit+fp8", "fp8+same"])
 def test_a_kind_and_its_variant_are_each_others_names(kind: str) -> None:
-    variant = MlaDecodeVariant.of_kind(kind)
+    variant = Variant.of_kind(kind)
     assert variant.is_valid()
     assert variant.kind == kind
 

@@ -12,15 +12,15 @@ import pytest
 import torch
 from bench_helpers import ROOT, document
 from click.testing import CliRunner
+from k3cupy.ops.gemm_entry import USER, entry_of
 from tune_helpers import GPU, FakeMeter, made_up_us, use_fake_gpu
 from tune_helpers import run as tune_with
 
 from k3cupy.bench import forms, report
 from k3cupy.cli import main
-from k3cupy.dispatch.tuning.candidates import LINEAR, Candidate, Target, entry_from, times_of
 from k3cupy.ops import fused_a_gemm_choice
-from k3cupy.ops.gemm_entry import USER, entry_of
 from k3cupy.runtime.devices import DeviceInfo
+from k3cupy.tuning.candidates import LINEAR, Candidate, Target, entry_from, times_of
 
 # --- The fused-A GEMM ---
 
@@ -193,7 +193,7 @@ def test_the_best_of_the_tables_fit_the_number_of_tokens() -> None:
 @pytest.fixture
 def exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Two runs of the tuner, the second slower and with other candidates ahead."""
-    from k3cupy.dispatch.tuning import files
+    from k3cupy.tuning import files
 
     monkeypatch.setenv("K3CUPY_CACHE_DIR", str(tmp_path / "cache"))
     use_fake_gpu(monkeypatch)

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from dispatch_helpers import ADDRESS, K, N, decided, view
+from dispatch_helpers import ADDRESS, K, N, decided, says, view
 from fake_device import H200
 from gemm_table_helpers import measured, second, user_cache
+from helpers import refused
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from toolchain_helpers import fake_gpu
 
 import k3cupy
-from k3cupy import projections
-from k3cupy.dispatch import backends, plans
-from k3cupy.dispatch.decision import LinearDecision
-from k3cupy.ops import gemm_tables
-from k3cupy.ops.fused_a_gemm_choice import choose
+from k3cupy import Choice, projections
+from k3cupy.choose import gemm
+from k3cupy.choose.gemm import ALL, NOT_INVARIANT, TOKENS, choose, problem_of
+from k3cupy.choose.table import Entry, tables_of
 from k3cupy.runtime import devices
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.tensors import TensorView
@@ -27,6 +30,8 @@ H100 = DeviceInfo(0, "NVIDIA H100 80GB HBM3", (9, 0), 132, 232_448)
 A100 = DeviceInfo(0, "NVIDIA A100-SXM4-80GB", (8, 0), 108, 166_912)
 B300 = DeviceInfo(0, "NVIDIA B300", (10, 3), 148, 232_448)
 T4 = DeviceInfo(0, "Tesla T4", (7, 5), 40, 65_536)
+
+NOT_INVARIANT = "; so batch invariance does not hold for this call"
 
 FOUNDING = [
     pytest.param(case, tokens, id=f"{case.name}-{tokens}")
@@ -50,11 +55,10 @@ def test_case01_the_founding_slices_reach_a_kernel(
         address=ADDRESS + 2 * case.offset,
     )
     found = decided(x, view(case.n, case.k))
-    assert found.backend in ("fused_a", "skinny")
-    assert found.backend == "fused_a" or tokens <= 8
-    assert found.source == "shipped"
+    assert found.kernel in ("fused_a", "skinny")
+    assert found.kernel == "fused_a" or tokens <= 8
+    assert found.origin == "shipped"
     assert found.config is not None
-    assert (found.n, found.k, found.num_tokens) == (case.n, case.k, tokens)
     assert not found.is_fallback
 
 
@@ -71,6 +75,7 @@ ACCEPTED: dict[str, dict[str, TensorView]] = {
     "another-producer": {"x": view(4, K, framework="cupy")},
     "residual": {"residual": view(4, N)},
     "residual-at-any-address": {"residual": view(4, N, address=ADDRESS + 2)},
+    "case02-residual": {"residual": view(4, N, strides=(2119, 1))},
     "residual-of-one-row": {"x": view(1, K), "residual": view(1, N, strides=(7, 1))},
     "grad-without-grad-mode": {"weight": view(N, K, requires_grad=True)},
 }
@@ -84,171 +89,142 @@ def test_accepted(name: str) -> None:
 # What falls back, and why
 
 
-DECLINED: dict[str, tuple[dict[str, Any], str]] = {
-    "x-1d": ({"x": view(K)}, "x is 1-dimensional, not 2-dimensional"),
-    "x-3d": ({"x": view(2, 2, K)}, "x is 3-dimensional, not 2-dimensional"),
-    "weight-1d": ({"weight": view(K)}, "weight is 1-dimensional, not 2-dimensional"),
-    "columns": ({"weight": view(N, 7184)}, "x has 7,168 columns and the weight 7,184"),
-    "empty-weight": ({"weight": view(0, K)}, "the weight is empty: shape [0, 7168]"),
+DECLINED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "x-1d": ({"x": view(K)}, "x", r"1-dimensional|\[7168\]"),
+    "x-3d": ({"x": view(2, 2, K)}, "x", r"3-dimensional|\[2, 2, 7168\]"),
+    "weight-1d": ({"weight": view(K)}, "weight", r"1-dimensional|\[7168\]"),
+    "columns": ({"weight": view(N, 7184)}, "weight", "7184"),
+    "empty-weight": ({"weight": view(0, K)}, "weight", r"\[0, 7168\]|N = 0"),
     "no-columns": (
         {"x": view(4, 0), "weight": view(N, 0)},
-        "the weight is empty: shape [2112, 0]",
+        "x",
+        r"\[2112, 0\]|K = 0",
     ),
-    "case23-x-fp16": (
-        {"x": view(4, K, dtype="float16")},
-        "x is float16 and the weight bfloat16",
-    ),
-    "case23-weight-fp32": (
-        {"weight": view(N, K, dtype="float32")},
-        "x is bfloat16 and the weight float32",
-    ),
+    "case23-x-fp16": ({"x": view(4, K, dtype="float16")}, "x", "float16"),
+    "case23-weight-fp32": ({"weight": view(N, K, dtype="float32")}, "weight", "float32"),
     "case23-both-fp16": (
         {"x": view(4, K, dtype="float16"), "weight": view(N, K, dtype="float16")},
-        "x and the weight are float16, not bfloat16",
+        "x",
+        "float16",
     ),
     "case20-x-on-the-cpu": (
         {"x": view(4, K, device_type="cpu")},
-        "x is on the CPU and the weight on cuda:0",
+        "x|weight",
+        "(?i)on the CPU and the weight on cuda:0|device cuda:0",
     ),
     "case20-x-pinned": (
         {"x": view(4, K, device_type="cuda_host")},
-        "x is on the CPU (pinned) and the weight on cuda:0",
+        "x|weight",
+        r"CPU \(pinned\)|device cuda",
     ),
     "case20-weight-on-the-cpu": (
         {"weight": view(N, K, device_type="cpu")},
-        "x is on cuda:0 and the weight on the CPU",
+        "weight",
+        "(?i)weight on the CPU|device cpu",
     ),
     "both-on-the-cpu": (
         {"x": view(4, K, device_type="cpu"), "weight": view(N, K, device_type="cpu")},
-        "x and the weight are on the CPU",
+        "x",
+        "(?i)cpu",
     ),
     "meta": (
         {"x": view(4, K, device_type="meta"), "weight": view(N, K, device_type="meta")},
-        "x and the weight are on meta",
+        "x",
+        "meta",
     ),
-    "case19-two-gpus": (
-        {"weight": view(N, K, device_index=1)},
-        "x is on cuda:0 and the weight on cuda:1",
-    ),
-    "inner-stride": ({"x": view(4, K, strides=(2 * K, 2))}, "x has inner stride 2, not 1"),
-    "x-transposed": ({"x": view(4, K, strides=(1, 4))}, "x has inner stride 4, not 1"),
-    "inner-stride-negative": ({"x": view(4, K, strides=(K, -1))}, "x has inner stride -1, not 1"),
-    "rows-backwards": ({"x": view(4, K, strides=(-K, 1))}, "row stride -7,168 is negative"),
-    "case02-row-stride": (
-        {"x": view(4, K, strides=(7175, 1))},
-        "row stride 7,175 is not a multiple of 8",
-    ),
+    "case19-two-gpus": ({"weight": view(N, K, device_index=1)}, "weight", "cuda:1"),
+    "inner-stride": ({"x": view(4, K, strides=(2 * K, 2))}, "x", r"inner stride 2\b"),
+    "x-transposed": ({"x": view(4, K, strides=(1, 4))}, "x", r"inner stride 4\b"),
+    "inner-stride-negative": ({"x": view(4, K, strides=(K, -1))}, "x", r"stride -1\b"),
+    "rows-backwards": ({"x": view(4, K, strides=(-K, 1))}, "x", "-7168"),
+    "case02-row-stride": ({"x": view(4, K, strides=(7175, 1))}, "x", "7175"),
     "founding-row-stride": (
         {"x": view(2, 128, strides=(6285, 1)), "weight": view(1536, 128)},
-        "row stride 6,285 is not a multiple of 8",
+        "x",
+        "6285",
     ),
     **{
         f"case03-x-{past}-bytes-off": (
             {"x": view(tokens, K, strides=(8192, 1), address=ADDRESS + past)},
-            f"the address of x is not a multiple of 16 bytes: it is {past} bytes past one",
+            "x",
+            f"{past} bytes past",
         )
         for past, tokens in ((2, 1), (4, 4), (8, 1), (14, 4))
     },
     "case03-weight": (
         {"weight": view(N, K, address=ADDRESS + 8)},
-        "the address of weight is not a multiple of 16 bytes: it is 8 bytes past one",
+        "weight",
+        f"address of weight .* 8 bytes past|0x{ADDRESS + 8:x}",
     ),
-    "weight-transposed": (
-        {"weight": view(N, K, strides=(1, N))},
-        "weight is transposed: strides (1, 2112), expected packed (7168, 1)",
-    ),
+    "weight-transposed": ({"weight": view(N, K, strides=(1, N))}, "weight", r"\(1, 2112\)"),
     "case02-weight-padded": (
         {"weight": view(N, K, strides=(7175, 1))},
-        "weight is not packed: strides (7175, 1), expected packed (7168, 1)",
+        "weight",
+        r"\(7175, 1\)",
     ),
-    "weight-expanded": (
-        {"weight": view(N, K, strides=(0, 1))},
-        "weight is not packed: strides (0, 1), expected packed (7168, 1)",
-    ),
-    "x-without-memory": (
-        {"x": view(4, K, address=0)},
-        "x has no memory of its own, as a wrapper of other tensors",
-    ),
-    "weight-without-memory": (
-        {"weight": view(N, K, address=0)},
-        "weight has no memory of its own, as a wrapper of other tensors",
-    ),
-    "residual-shape": (
-        {"residual": view(4, N - 1)},
-        "the residual has shape [4, 2111], not [4, 2112]",
-    ),
-    "residual-row": ({"residual": view(N)}, "the residual has shape [2112], not [4, 2112]"),
-    "residual-dtype": (
-        {"residual": view(4, N, dtype="float32")},
-        "the residual is float32, not bfloat16",
-    ),
+    "weight-expanded": ({"weight": view(N, K, strides=(0, 1))}, "weight", r"\(0, 1\)"),
+    "x-without-memory": ({"x": view(4, K, address=0)}, "x", "without any"),
+    "weight-without-memory": ({"weight": view(N, K, address=0)}, "weight", "without any"),
+    "residual-shape": ({"residual": view(4, N - 1)}, "residual", r"\[4, 2111\]"),
+    "residual-row": ({"residual": view(N)}, "residual", r"\[2112\]"),
+    "residual-dtype": ({"residual": view(4, N, dtype="float32")}, "residual", "float32"),
     "case20-residual": (
         {"residual": view(4, N, device_type="cpu")},
-        "x is on cuda:0 and the residual on the CPU",
+        "residual",
+        "(?i)residual on the CPU|device cpu",
     ),
-    "case19-residual": (
-        {"residual": view(4, N, device_index=1)},
-        "x is on cuda:0 and the residual on cuda:1",
-    ),
-    "case02-residual": (
-        {"residual": view(4, N, strides=(2119, 1))},
-        "the residual is not contiguous: strides (2119, 1), expected (2112, 1)",
-    ),
-    "residual-without-memory": (
-        {"residual": view(4, N, address=0)},
-        "the residual has no memory of its own",
-    ),
+    "case19-residual": ({"residual": view(4, N, device_index=1)}, "residual", "cuda:1"),
+    "residual-without-memory": ({"residual": view(4, N, address=0)}, "residual", "without any"),
     **{
         f"case25-{name}": (
             {name: replace(v, requires_grad=True), "grad_mode": True},
-            f"{name} requires grad while grad mode is on, and our kernels have no backward",
+            name,
+            f"{name} requires grad|one that requires grad",
         )
         for name, v in (("x", view(4, K)), ("weight", view(N, K)), ("residual", view(4, N)))
     },
-    "no-tokens": ({"x": view(0, K, address=0)}, "x has no rows: there is nothing to compute"),
-    "many-tokens": ({"x": view(65, K)}, "x has more than 64 rows"),
-    "k": (
-        {"x": view(4, 7160), "weight": view(N, 7160)},
-        "K = 7,160 is not a multiple of 16",
-    ),
-    "old-gpu": ({"device": T4}, "Tesla T4 is sm_75; our kernels need sm_80"),
+    "no-tokens": ({"x": view(0, K, address=0)}, "x", "^none"),
+    "many-tokens": ({"x": view(65, K)}, "x", "^more$"),
+    "k": ({"x": view(4, 7160), "weight": view(N, 7160)}, "x", "^7160$"),
+    "old-gpu": ({"device": T4}, "device", "sm_75"),
 }
+"""What falls back: the argument that is to blame, and what a reason says of it."""
 
 
 @pytest.mark.parametrize("name", DECLINED)
-def test_declined_with_the_exact_reason(name: str) -> None:
-    arguments, reason = DECLINED[name]
+def test_declined_with_its_reason(name: str) -> None:
+    arguments, blamed, what = DECLINED[name]
     found = decided(**arguments)
-    assert found.reason == reason
+    assert any(says(found.reason, one, what) for one in blamed.split("|")), found.reason
     assert found.is_fallback
-    assert (found.backend, found.config, found.source) == ("linear", None, "rule")
-    assert str(found) == f"linear: {reason}"
+    assert (found.kernel, found.config, found.origin) == ("linear", None, "rule")
+    assert str(found) == f"linear: {found.reason}"
 
 
 def test_every_declined_call_without_batch_invariance_says_so() -> None:
-    for name, (arguments, reason) in DECLINED.items():
+    for name, (arguments, *_) in DECLINED.items():
         found = decided(**arguments, batch_invariant=True)
         if name == "many-tokens":
-            assert found.backend == "fused_a"
+            assert found.kernel == "fused_a"
             continue
-        nothing = 0 in arguments.get("x", view(4, K)).shape
-        lost = "" if nothing else plans.NOT_INVARIANT
-        assert found.reason == reason + lost, name
+        reason = decided(**arguments).reason
+        assert found.reason == reason + NOT_INVARIANT, name
+
+
+def entry_of_h200(n: int, k: int, tokens: int) -> Entry:
+    """What the shipped measurements of the H200 say."""
+    (table,) = tables_of("gemm", H200)
+    return table.entries(problem_of(n, k))[tokens]
 
 
 def test_measured_to_be_slower() -> None:
     """A fall-back is also what the framework's linear won."""
-    (entry,) = (
-        e
-        for table in gemm_tables.shipped()
-        for e in table.of_shape(7168, 3584).values()
-        if e.tokens == 64 and e.source == "shipped"
-    )
-    assert entry.chosen is None
-    times = f"{entry.linear_us:.2f} against {min(entry.times['fused_a'].values()):.2f} us"
-    found = plans.plan(7168, 3584, 60, H200)
+    entry = entry_of_h200(7168, 3584, 64)
+    assert entry.kernel == "linear"
+    times = f"{entry.us:.2f} against {min(entry.times['fused_a'].values()):.2f} us"
+    found = choose(ALL, 7168, 3584, 60, H200)
     assert found.is_fallback
-    assert found.source == "shipped"
+    assert found.origin == "shipped"
     assert found.reason == f"F.linear was faster on NVIDIA H200 at M = 64 ({times})"
 
 
@@ -256,23 +232,21 @@ def test_measured_to_be_slower() -> None:
 
 
 def test_a_measured_plan_says_its_times() -> None:
-    entry = gemm_tables.entry(N, K, 4, H200)
-    assert entry is not None and entry.chosen is not None
-    found = plans.plan(N, K, 4, H200)
-    assert (found.backend, found.config) == ("fused_a", entry.chosen.config)
+    entry = entry_of_h200(N, K, 4)
+    found = choose(ALL, N, K, 4, H200)
+    assert (found.kernel, found.config) == ("fused_a", entry.config)
     assert found.reason == (
-        f"measured on NVIDIA H200 at M = {entry.tokens}: {entry.chosen_us:.2f} us, F.linear "
-        f"{entry.linear_us:.2f} us"
+        f"measured on NVIDIA H200 at M = 4: {entry.us:.2f} us, F.linear {entry.linear_us:.2f} us"
     )
 
 
 def test_a_plan_without_the_residual_stands_in() -> None:
     """Where the residual was not measured, the reason says so."""
-    entry = gemm_tables.entry(3072, K, 16, H200, residual=True)
-    assert entry is not None and not entry.residual
-    found = plans.plan(3072, K, 16, H200, has_residual=True)
-    assert found.config == plans.plan(3072, K, 16, H200).config
-    assert f"M = {entry.tokens}, without the residual: " in found.reason
+    (table,) = tables_of("gemm", H200)
+    assert not table.entries(problem_of(3072, K, residual=True))
+    found = choose(ALL, 3072, K, 16, H200, residual=True)
+    assert found.config == choose(ALL, 3072, K, 16, H200).config
+    assert "M = 16, without the residual: " in found.reason
 
 
 def test_the_user_cache_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,33 +257,33 @@ def test_the_user_cache_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         measured(4, residual=True, fused_us=3.0),
     )
     with user_cache(tmp_path, monkeypatch, *entries):
-        exact = plans.plan(N, K, 3, H200)
-        assert (exact.backend, exact.source) == ("skinny", "user cache")
+        exact = choose(ALL, N, K, 3, H200)
+        assert (exact.kernel, exact.origin) == ("skinny", "user")
         assert exact.config == second(3, "skinny")
         assert exact.reason == "measured on NVIDIA H200 at M = 3: 4.00 us, F.linear 9.00 us"
-        next_one = plans.plan(N, K, 5, H200)
+        next_one = choose(ALL, N, K, 5, H200)
         assert next_one.config == replace(second(8, "skinny"), num_rows=5)
-        lost = plans.plan(N, K, 10, H200)
-        assert (lost.backend, lost.source) == ("linear", "user cache")
+        lost = choose(ALL, N, K, 10, H200)
+        assert (lost.kernel, lost.origin) == ("linear", "user")
         assert lost.reason == "F.linear was faster on NVIDIA H200 at M = 16 (9.00 against 9.50 us)"
-        residual = plans.plan(N, K, 4, H200, has_residual=True)
-        assert (residual.backend, residual.config) == ("fused_a", second(4))
+        residual = choose(ALL, N, K, 4, H200, residual=True)
+        assert (residual.kernel, residual.config) == ("fused_a", second(4))
         assert "without the residual" not in residual.reason
 
 
 def test_public_figures_are_marked() -> None:
-    skinny = plans.plan(3072, 7168, 3, B300)
-    assert (skinny.backend, skinny.source) == ("skinny", "public")
+    skinny = choose(ALL, 3072, 7168, 3, B300)
+    assert (skinny.kernel, skinny.origin) == ("skinny", "public")
     assert skinny.reason == "public figures for sm_103, not measured by us, name skinny at M = 3"
-    fused = plans.plan(N, K, 4, B300)
-    assert (fused.backend, fused.source) == ("fused_a", "public")
-    assert fused.config == choose(N, K, 4, B300)[0]
+    fused = choose(ALL, N, K, 4, B300)
+    assert (fused.kernel, fused.origin) == ("fused_a", "public")
+    assert fused.config == choose(("fused_a",), N, K, 4, B300).config
     assert "not measured by us" in fused.reason
     assert "cost model" in fused.reason
-    none = plans.plan(N, K, 40, B300)
-    assert (none.backend, none.source) == ("linear", "public")
+    none = choose(ALL, N, K, 40, B300)
+    assert (none.kernel, none.origin) == ("linear", "public")
     assert none.reason == (
-        "public figures for sm_103, not measured by us, name no kernel for 2112 x 7168 at M = 40"
+        "public figures for sm_103, not measured by us, name no kernel for bfloat16 2112x7168 at M = 40"
     )
 
 
@@ -325,61 +299,81 @@ HEURISTICS = [
 
 @pytest.mark.parametrize(("gpu", "n", "k", "wanted"), HEURISTICS)
 def test_the_rule_of_thumb(gpu: DeviceInfo, n: int, k: int, wanted: dict[int, str]) -> None:
-    for num_tokens, backend in wanted.items():
-        found = plans.plan(n, k, num_tokens, gpu)
-        assert (found.backend, found.source) == (backend, "heuristic"), num_tokens
+    for num_tokens, kernel in wanted.items():
+        found = choose(ALL, n, k, num_tokens, gpu)
+        assert (found.kernel, found.origin) == (kernel, "rule"), num_tokens
         assert "not measured here" in found.reason
         assert "tune" in found.reason
         assert found.is_fallback == (found.config is None)
 
 
 def test_another_gpu_of_the_architecture_is_told_apart() -> None:
-    reason = plans.plan(N, K, 1, H100).reason
+    reason = choose(ALL, N, K, 1, H100).reason
     assert "NVIDIA H100 80GB HBM3 has no measured table" in reason
     assert "that of NVIDIA H200 does not hold for it" in reason
 
 
-def test_every_plan_can_run() -> None:
+def can_run(p: projections.Projection, num_tokens: int, gpu: DeviceInfo) -> None:
     """What a plan names is valid on the GPU, for that very number of tokens."""
-    small = replace(H200, shared_memory_optin=101_376)
-    for gpu in (H200, small, H100, A100, B300):
-        for p in projections.shapes():
-            for num_tokens in range(1, 65):
-                found = plans.plan(p.n, p.k, num_tokens, gpu)
-                if found.backend == "fused_a":
-                    assert found.config.tile_m >= num_tokens
-                    assert found.config.is_valid(gpu)
-                elif found.backend == "skinny":
-                    assert found.config.num_rows == num_tokens
-                    assert found.config.is_valid(gpu)
+    found = choose(ALL, p.n, p.k, num_tokens, gpu)
+    if found.kernel == "fused_a":
+        assert found.config.tile_m >= num_tokens
+        assert found.config.is_valid(gpu)
+    elif found.kernel == "skinny":
+        assert found.config.num_rows == num_tokens
+        assert found.config.is_valid(gpu)
+
+
+def test_every_measured_plan_can_run() -> None:
+    """At every number of tokens that is listed, and at the first that takes the next one."""
+    for p in projections.shapes():
+        for num_tokens in {m for listed in TOKENS for m in (listed, listed + 1) if m <= 64}:
+            can_run(p, num_tokens, H200)
+
+
+SMALL = replace(H200, shared_memory_optin=101_376)
+
+
+@given(
+    st.sampled_from(projections.shapes()),
+    st.integers(1, 64),
+    st.sampled_from([SMALL, H100, A100, B300]),
+)
+@settings(max_examples=600)
+def test_every_other_plan_can_run(
+    p: projections.Projection, num_tokens: int, gpu: DeviceInfo
+) -> None:
+    can_run(p, num_tokens, gpu)
 
 
 @pytest.mark.parametrize("gpu", [H200, H100, A100, B300], ids=lambda gpu: gpu.name)
 def test_batch_invariance_is_always_fused_a_of_one_order(gpu: DeviceInfo) -> None:
     for p in projections.shapes()[:6]:
         found = [
-            plans.plan(p.n, p.k, m, gpu, has_residual=m % 2 == 0, batch_invariant=True)
+            choose(ALL, p.n, p.k, m, gpu, residual=m % 2 == 0, batch_invariant=True)
             for m in (1, 2, 8, 16, 17, 33, 64, 65, 300)
         ]
-        assert {decision.backend for decision in found} == {"fused_a"}
-        assert len({decision.config.order for decision in found}) == 1
-        assert all("batch-invariant mode" in decision.reason for decision in found)
+        assert {choice.kernel for choice in found} == {"fused_a"}
+        assert len({choice.config.order for choice in found}) == 1
+        assert all("batch-invariant" in choice.reason for choice in found)
         assert ["in slices of 64 rows" in d.reason for d in found] == [False] * 7 + [True] * 2
 
 
 def test_batch_invariance_needs_k_of_16() -> None:
-    found = plans.plan(64, 24, 4, H200, batch_invariant=True)
-    assert found.reason == "K = 24 is not a multiple of 16" + plans.NOT_INVARIANT
+    found = choose(ALL, 64, 24, 4, H200, batch_invariant=True)
+    assert found.reason == "x: expected K a multiple of 16, got 24" + NOT_INVARIANT
 
 
-def test_backends_have_names() -> None:
-    assert backends.names() == ("fused_a", "skinny")
-    for name in backends.names():
-        backend = backends.get(name)
-        assert backend.name == name
-        assert backend.candidates(N, K, 4, H200)
-        assert backend.why_not(N, K, 4) is None
-    assert backends.get("skinny").why_not(N, K, 9) == "x has more than 8 rows"
+def test_each_kernel_has_candidates_where_it_can_run() -> None:
+    assert gemm.OURS == ("fused_a", "skinny")
+    assert (*gemm.OURS, "linear") == ALL
+    for kernel in gemm.OURS:
+        assert gemm.why_not(kernel, K, 4) is None
+        assert gemm.candidates(kernel, N, K, 4, H200)
+    assert gemm.why_not("skinny", K, 9) == "x: expected at most 8 rows, got 9"
+    assert gemm.candidates("skinny", N, K, 9, H200) == ()
+    assert gemm.why_not("fused_a", 24, 4) == "x: expected K a multiple of 16, got 24"
+    assert gemm.candidates("fused_a", N, 24, 4, H200) == ()
 
 
 # select_backend
@@ -398,11 +392,10 @@ def test_select_backend() -> None:
 
 
 @pytest.mark.parametrize("name", ["num_tokens", "n", "k"])
-@pytest.mark.parametrize("junk", [-1, 1.0, True, None])
-def test_select_backend_refuses(name: str, junk: Any) -> None:
-    arguments = {"num_tokens": 1, "n": 16, "k": 16, name: junk}
-    with pytest.raises(ValueError, match=f"^{name}: expected an integer"):
-        k3cupy.select_backend(**arguments, device=H200)
+def test_select_backend_refuses(name: str) -> None:
+    for junk in (-1, 1.0, True, None):
+        arguments = {"num_tokens": 1, "n": 16, "k": 16, "device": H200, name: junk}
+        refused(arguments, name, f"^{re.escape(repr(junk))}", operation=k3cupy.select_backend)
 
 
 def test_devices_by_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,8 +404,9 @@ def test_devices_by_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
     for device in (None, 0, "cuda", "cuda:0", torch.device("cuda"), torch.device("cuda:0")):
         assert k3cupy.select_backend(16, 2112, 7168, device=device) == "fused_a"
     for device in (1, -1, "cuda:1", "cpu", "cuda:x", torch.device("cpu"), 0.5):
-        with pytest.raises(ValueError, match=r"^device: expected a GPU ordinal below 1"):
-            k3cupy.select_backend(1, 2112, 7168, device=device)
+        arguments = {"num_tokens": 1, "n": 2112, "k": 7168, "device": device}
+        found = f"^{re.escape(repr(device))}"
+        refused(arguments, "device", found, operation=k3cupy.select_backend)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -420,8 +414,8 @@ def test_select_backend_without_a_gpu() -> None:
     assert k3cupy.select_backend(1, 2112, 7168) is None
 
 
-def test_a_decision_is_one_line() -> None:
+def test_a_choice_is_one_line() -> None:
     config = second(8)
-    found = LinearDecision("fused_a", config, "because", "heuristic", 16, 32, 4)
+    found = Choice("fused_a", config, "because")
     assert str(found) == f"fused_a, {config}: because"
     assert not found.is_fallback

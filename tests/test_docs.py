@@ -1,18 +1,31 @@
-"""The documents say what is true: examples run, code compiles, links lead somewhere."""
+"""The documents say what is true: code runs and prints what it should, links lead somewhere."""
 
 from __future__ import annotations
 
 import ast
 import doctest
 import importlib
+import json
+import os
 import pkgutil
 import re
-import textwrap
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
+import click
+import docs_helpers
 import pytest
+from docs_helpers import MARKS, Outcome, blocks, prose
 
 import k3cupy
+from k3cupy.cli import main as command_line
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted(
@@ -25,26 +38,19 @@ MODULES = sorted(
     if not module.name.endswith("__main__")
 )  # fmt: skip
 
-FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)")
 FOLDERS = ("k3cupy/", "cuda_src/", "tests/", "examples/", "docs/", ".ci/")
 
 each_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
 
 
-def prose(path: Path) -> str:
-    """The text without its code blocks."""
-    return FENCE.sub("", path.read_text(encoding="utf-8"))
-
-
-def blocks(path: Path, language: str) -> list[str]:
-    text = path.read_text(encoding="utf-8")
-    return [textwrap.dedent(m[3]) for m in FENCE.finditer(text) if m[2] == language]
+def read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
 
 
 def anchors(path: Path) -> set[str]:
     """The anchors of a document's headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ +(.+?) *$", prose(path), re.MULTILINE)
+    headings = re.findall(r"^#+ +(.+?) *$", prose(read(path)), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -77,24 +83,33 @@ def test_there_are_documents() -> None:
 
 @each_document
 def test_python_in_documents_is_python(path: Path) -> None:
-    for code in blocks(path, "python"):
-        if ">>>" in code:
-            parser = doctest.DocTestParser()
-            code = "".join(example.source for example in parser.get_examples(code))
-        ast.parse(code)
+    """Also that of blocks which do not run on this machine."""
+    for block in blocks(read(path), "python"):
+        ast.parse(block.text)
+
+
+@each_document
+def test_marks_of_code_blocks_are_known(path: Path) -> None:
+    """A mark that is misspelt would keep its block from ever running, or from being compared."""
+    code_before = False
+    for block in blocks(read(path)):
+        where = f"{path.name}:{block.line}"
+        assert block.marks <= MARKS.get(block.language, set()), where
+        code_before |= block.language == "python"
+        assert code_before or not block.marks, f"{where}: the output of which code?"
 
 
 @each_document
 def test_names_of_the_package_in_documents_exist(path: Path) -> None:
     """Whatever a document calls as `k3cupy.name` is public, or a module."""
-    for code in blocks(path, "python"):
-        for name in re.findall(r"\bk3cupy\.(\w+)", code):
+    for block in blocks(read(path), "python"):
+        for name in re.findall(r"\bk3cupy\.(\w+)", block.text):
             assert hasattr(k3cupy, name) or f"k3cupy.{name}" in MODULES, f"k3cupy.{name}"
 
 
 @each_document
 def test_links_lead_somewhere(path: Path) -> None:
-    for link in LINK.findall(prose(path)):
+    for link in LINK.findall(prose(read(path))):
         if re.match(r"[a-z]+:", link):
             continue
         target, _, anchor = link.partition("#")
@@ -107,7 +122,7 @@ def test_links_lead_somewhere(path: Path) -> None:
 @each_document
 def test_paths_in_documents_exist(path: Path) -> None:
     """A path in backquotes that begins like one of ours names a file or a pattern of files."""
-    for quoted in re.findall(r"`([^`\s]+)`", prose(path)):
+    for quoted in re.findall(r"`([^`\s]+)`", prose(read(path))):
         if quoted.startswith(FOLDERS) and "<" not in quoted:
             found = list(ROOT.glob(quoted.rstrip("/")))
             assert found, f"{path.name} names {quoted}"
@@ -115,4 +130,191 @@ def test_paths_in_documents_exist(path: Path) -> None:
 
 @each_document
 def test_documents_have_one_title(path: Path) -> None:
-    assert len(re.findall(r"^# ", prose(path), re.MULTILINE)) == 1
+    assert len(re.findall(r"^# ", prose(read(path)), re.MULTILINE)) == 1
+
+
+# Their code, run
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dict[str, str]]]:
+    """By page and line: what became of each `python` block, all of them run by one child."""
+    folder = tmp_path_factory.mktemp("docs")
+    results = folder / "results.json"
+    pages = dict.fromkeys(str(path) for path, _ in CODE)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("K3CUPY_")}
+    environment |= {"K3CUPY_CACHE_DIR": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, docs_helpers.__file__, str(results), *pages]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(results.read_text(encoding="utf-8"))
+
+
+CODE = [(path, block.line) for path in DOCUMENTS for block in blocks(read(path), "python")]
+
+
+@pytest.mark.timeout(600)  # on a GPU many kernels are compiled, and some are tuned
+@pytest.mark.xdist_group("docs")
+@pytest.mark.parametrize(("path", "line"), CODE, ids=[f"{path.name}:{n}" for path, n in CODE])
+def test_code_in_documents_runs(
+    path: Path, line: int, outcomes: dict[str, dict[str, dict[str, str]]]
+) -> None:
+    outcome = Outcome(**outcomes[str(path)][str(line)])
+    if outcome.skipped:
+        pytest.skip(f"{path.name}:{line} {outcome.skipped}")
+    if outcome.failed:
+        pytest.fail(outcome.failed, pytrace=False)
+
+
+PAGE = """
+```python
+x = 6
+print(x * 7)
+```
+
+It prints:
+
+```text output
+{shown}
+```
+
+```python gpu
+raise AssertionError("there is no GPU")
+```
+
+```python
+print(x + 1)  # -> {more}
+```
+"""
+
+
+@pytest.mark.parametrize(
+    ("shown", "more", "failed"),
+    [
+        ("42", "7", [False, False]),
+        ("4...", "7", [False, False]),
+        ("41", "7", [True, False]),
+        ("42\n43", "7", [True, False]),
+        ("42", "8", [False, True]),
+        ("42", "7\nprint(y)", [False, True]),
+    ],
+)
+def test_what_is_wrong_in_a_page_is_found(shown: str, more: str, failed: list[bool]) -> None:
+    page = PAGE.format(shown=shown, more=more)
+    first, gpu, last = docs_helpers.run_page(page, "page", frozenset({"output", "cpu"})).values()
+    assert gpu == Outcome(skipped="needs gpu")
+    assert [bool(first.failed), bool(last.failed)] == failed
+
+
+def test_the_text_of_another_machine_is_not_compared() -> None:
+    page = "```python\nprint(1)\n```\n```text {}\n2\n```\n"
+    for mark, failed in (("gpu", False), ("", False), ("cpu", True), ("output", True)):
+        outcomes = docs_helpers.run_page(page.format(mark), "page", frozenset({"output", "cpu"}))
+        assert bool(outcomes[1].failed) is failed, mark
+
+
+def test_code_that_fails_only_the_second_time_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text("```python\nimport os\n\nos.mkdir('copy')\n```\n", encoding="utf-8")
+    (outcome,) = docs_helpers.run_twice(page, frozenset({"output", "cpu"})).values()
+    assert outcome.failed.startswith("in the second run")
+    assert "FileExistsError" in outcome.failed
+
+
+# Their commands, parsed
+
+PROJECT = tomllib.loads(read(ROOT / "pyproject.toml"))["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+MAKEFILE = read(ROOT / "Makefile")
+TARGETS = set(re.findall(r"^([a-z][a-z-]*):", MAKEFILE, re.MULTILINE))
+VARIABLES = set(re.findall(r"^(?:#   )?([A-Z_]+) ?\??=", MAKEFILE, re.MULTILINE))
+
+
+def check_command_line(words: list[str], complete: bool) -> None:
+    """Parse what follows `python -m k3cupy` with the real options. Files that it reads exist."""
+    for word in words:
+        if word.endswith(".json"):
+            Path(word).parent.mkdir(parents=True, exist_ok=True)
+            Path(word).touch()
+    command: click.Command = command_line
+    while isinstance(command, click.Group) and words:
+        assert words[0] in command.commands, f"no command {words[0]}"
+        command, words = command.commands[words[0]], words[1:]
+    try:
+        command.make_context(command.name, words)
+    except click.exceptions.Exit as end:  # --help
+        assert end.exit_code == 0
+    except (click.MissingParameter, click.exceptions.NoArgsIsHelpError):
+        if complete:
+            raise
+
+
+def check_make(words: list[str]) -> None:
+    for word in words:
+        name, is_variable, _ = word.partition("=")
+        assert name in (VARIABLES if is_variable else TARGETS), f"make does not know {name}"
+
+
+def check_pip(words: list[str]) -> None:
+    """Only this package is installed by hand, with extras that it has."""
+    assert len(words) == 1
+    extras = re.fullmatch(r"(?:\.|k3cupy)(?:\[([\w,]+)\])?", words[0])
+    assert extras, f"pip install {words[0]}"
+    for extra in filter(None, (extras[1] or "").split(",")):
+        assert extra in EXTRAS, f"no extra {extra}"
+
+
+def check_command(command: str, complete: bool = True) -> None:
+    words = shlex.split(command, comments=True)
+    if words[:3] == ["python", "-m", "k3cupy"]:
+        check_command_line(words[3:], complete)
+    elif words[:1] == ["make"]:
+        check_make(words[1:])
+    elif words[:2] == ["pip", "install"]:
+        check_pip(words[2:])
+    elif words[0].startswith(".venv/bin/"):
+        tools = {tool.partition("==")[0] for tool in EXTRAS["dev"]}
+        assert words[0].removeprefix(".venv/bin/") in tools, f"{words[0]} is not in the extra dev"
+    else:
+        raise AssertionError(f"no rule for checking {command!r}")
+
+
+@each_document
+def test_commands_in_documents_exist(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Commands of `console` blocks, and those in backquotes, which may leave out arguments."""
+    monkeypatch.chdir(tmp_path)
+    for block in blocks(read(path), "console"):
+        for line in block.text.replace("\\\n", " ").splitlines():
+            check_command(line)
+    for quoted in re.findall(r"`([^`]+)`", prose(read(path))):
+        command = " ".join(quoted.split())
+        if command.startswith(("python -m k3cupy ", "make ", "pip install ")):
+            check_command(command, complete=False)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python -m k3cupy no-such-thing",
+        "python -m k3cupy warmup --no-such-option",
+        "python -m k3cupy warmup --shape wide",
+        "python -m k3cupy bench apply",
+        "make no-such-target",
+        "make test NO_SUCH_VARIABLE=1",
+        'pip install ".[no_such_extra]"',
+        "pip install something-else",
+        ".venv/bin/no-such-tool",
+        "rm -rf /",
+    ],
+)
+def test_commands_that_do_not_exist_are_found(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((AssertionError, click.UsageError)):
+        check_command(command)

@@ -16,14 +16,43 @@ LINE = re.compile(r"^(as shipped|edited|repaired): +sources (\w{12}), (.*)$", re
 has_compiler = importlib.util.find_spec("cuda") and importlib.util.find_spec("cuda.core")
 
 
-def run_example(cwd: Path, prelude: str = "") -> str:
-    """Run the example in a child process after some lines of Python; return what it printed."""
-    program = f"{prelude}\nimport runpy\nrunpy.run_path({str(EXAMPLE)!r}, run_name='__main__')"
+BOTH = """
+import runpy, sys, tempfile
+import torch
+torch.cuda.is_available = lambda: False
+tempfile.tempdir = sys.argv[2]
+sys.modules["cuda.core"] = None
+runpy.run_path(sys.argv[1], run_name="__main__")
+print("with the GPU stack")
+del sys.modules["cuda.core"]
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+"""The example where cuda-core does not import, and then where it does."""
+
+pytestmark = pytest.mark.xdist_group("edit_a_kernel")
+
+
+def run_child(cwd: Path, *arguments: str) -> str:
     result = subprocess.run(
-        [sys.executable, "-c", program], cwd=cwd, capture_output=True, text=True, timeout=200
+        [sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, timeout=200
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
+
+
+@pytest.fixture(scope="module")
+def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder for temporary files of the child."""
+    return tmp_path_factory.mktemp("edit")
+
+
+@pytest.fixture(scope="module")
+def printed(temporary: Path) -> tuple[str, str]:
+    """What the example prints on a machine without a GPU, first without cuda-core; one child."""
+    both = BOTH if has_compiler else BOTH.partition("del ")[0]
+    output = run_child(temporary, "-c", both, str(EXAMPLE), str(temporary))
+    without, _, with_stack = output.partition("with the GPU stack\n")
+    return without, with_stack
 
 
 def check_the_digests(printed: str) -> None:
@@ -41,29 +70,26 @@ def check_the_compilers_answers(printed: str) -> None:
 
 
 @pytest.mark.skipif(not has_compiler, reason="cuda.core is not installed here")
-def test_without_a_gpu_it_compiles_every_edit(tmp_path: Path) -> None:
-    printed = run_example(tmp_path, "import torch\ntorch.cuda.is_available = lambda: False")
-    check_the_compilers_answers(printed)
-    assert printed.count("sm_90: ") == 3
-    assert "No GPU here" in printed
+def test_without_a_gpu_it_compiles_every_edit(printed: tuple[str, str]) -> None:
+    _, with_stack = printed
+    check_the_compilers_answers(with_stack)
+    assert with_stack.count("sm_90: ") == 3
+    assert "No GPU here" in with_stack
 
 
-def test_without_the_gpu_stack_it_says_what_to_install(tmp_path: Path) -> None:
-    prelude = "import sys, torch\ntorch.cuda.is_available = lambda: False\n"
-    printed = run_example(tmp_path, prelude + "sys.modules['cuda.core'] = None")
-    check_the_digests(printed)
-    assert printed.count("not compiled: cuda-core does not import") == 4
-    assert 'pip install "k3cupy[cu12]"' in printed
+def test_without_the_gpu_stack_it_says_what_to_install(printed: tuple[str, str]) -> None:
+    without, _ = printed
+    check_the_digests(without)
+    assert without.count("not compiled: cuda-core does not import") == 4
+    assert 'pip install "k3cupy[cu12]"' in without
+
+
+def test_nothing_is_left_behind(printed: tuple[str, str], temporary: Path) -> None:
+    assert list(temporary.glob("k3cupy-edit-*")) == []
 
 
 @pytest.mark.gpu
 def test_with_a_gpu_the_edited_kernel_runs(tmp_path: Path) -> None:
-    printed = run_example(tmp_path)
-    check_the_compilers_answers(printed)
-    assert "The edited kernel ran, and turned the other way." in printed
-
-
-def test_nothing_is_left_behind(tmp_path: Path) -> None:
-    prelude = f"import tempfile\ntempfile.tempdir = {str(tmp_path)!r}\nimport torch\n"
-    run_example(tmp_path, prelude + "torch.cuda.is_available = lambda: False")
-    assert list(tmp_path.glob("k3cupy-edit-*")) == []
+    on_gpu = run_child(tmp_path, str(EXAMPLE))
+    check_the_compilers_answers(on_gpu)
+    assert "The edited kernel ran, and turned the other way." in on_gpu

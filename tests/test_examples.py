@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +18,7 @@ import torch
 from click.testing import CliRunner
 
 import k3cupy
-from k3cupy.dispatch import linear
+from k3cupy.ops import linear
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 OPERATION = "fused_mla_decode_q_concat_kv_cache_insert"
@@ -38,37 +40,128 @@ SMALL = {
     PREFILL: ["--prompts", "2", "--longest", "9", "--chunk", "4", "--device", "cpu"],
     MODEL: ["--tokens", "2", "--device", "cpu"],
 }
+# Each script as `python examples/NAME.py ...` runs it, one after the other, in one process.
+RUN_SCRIPTS = """
+import contextlib, io, json, runpy, sys
+
+runs = {}
+for path, *arguments in json.loads(sys.argv[1]):
+    sys.argv = [path, *arguments]
+    status = 0
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        try:
+            runpy.run_path(path, run_name="__main__")
+        except SystemExit as end:
+            status = end.code
+    runs[path] = status, out.getvalue()
+print(json.dumps(runs))
+"""
 both_demos = pytest.mark.parametrize("name", [DECODE, PREFILL])
 
 
-def run_demo(
-    name: str, *arguments: str, cwd: Path, env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
+def run_demo(name: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), *arguments]
-    environment = {**os.environ, "COLUMNS": "200", **(env or {})}
+    environment = {**os.environ, "COLUMNS": "200"}
     return subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
     )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Products this small take several threads longer, and the other workers want the cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@functools.cache
+def weights_of(random: Callable[..., Any], state: bytes, device: str) -> tuple[Any, torch.Tensor]:
+    """The weights that a generator in this state makes, and its state behind them."""
+    generator = torch.Generator()
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    return random(generator, torch.device(device)), generator.get_state()
+
+
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """A demo as a module, so that a test can break the operations under it."""
+    """A demo as a module, so that a test can break the operations under it.
+
+    The same random weights are made once, not once a test: they are most of a small run's time.
+    """
     monkeypatch.syspath_prepend(str(EXAMPLES))
+    weights = importlib.import_module("mla_layer").Weights
+    random = weights.random
+
+    def remembered(generator: torch.Generator, device: torch.device) -> Any:
+        state = generator.get_state().numpy().tobytes()
+        made, behind = weights_of(random, state, str(device))
+        generator.set_state(behind)
+        return made
+
+    monkeypatch.setattr(weights, "random", remembered)
     return importlib.import_module
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What each script prints without a GPU; each has ended well."""
+    commands = [
+        [str(EXAMPLES / f"{name}.py"), *arguments]
+        for name, arguments in (
+            (DECODE, SMALL[DECODE]),
+            (PREFILL, SMALL[PREFILL]),
+            (MODEL, ["--tokens", "1", "--tokens", "16", "--device", "cpu"]),
+            (FALLBACKS, []),
+        )
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_SCRIPTS, json.dumps(commands)],
+        cwd=tmp_path_factory.mktemp("scripts"),
+        env={
+            **os.environ,
+            "COLUMNS": "200",
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            # The folder of a script is on its path; these all lie in the same one.
+            "PYTHONPATH": os.pathsep.join([str(EXAMPLES), os.environ["PYTHONPATH"]]),
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = json.loads(done.stdout)
+    for path, (status, printed) in runs.items():
+        assert not status, f"{path} ended with {status}:\n{printed}"
+    return {Path(path).stem: printed for path, (_, printed) in runs.items()}
+
+
+in_one_process = pytest.mark.xdist_group("examples")
+
+
+@in_one_process
+@both_demos
+def test_demo_runs_as_a_script(name: str, scripts: dict[str, str]) -> None:
+    assert "All outputs agree with plain PyTorch" in scripts[name]
+    assert "Why this epilogue: " in scripts[name]
 
 
 @both_demos
 @pytest.mark.parametrize(
     "options",
-    [("--kv-cache", name) for name in FORMATS] + [("--rope", "--kv-cache", "fp8"), ("--rope",)],
+    [("--kv-cache", name) for name in FORMATS[1:]] + [("--rope", "--kv-cache", "fp8"), ("--rope",)],
     ids=" ".join,
 )
-def test_demo_passes_on_the_cpu(name: str, options: tuple[str, ...], tmp_path: Path) -> None:
-    result = run_demo(name, *SMALL[name], *options, cwd=tmp_path)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "All outputs agree with plain PyTorch" in result.stdout
-    assert "Why this epilogue: " in result.stdout
+def test_demo_passes_on_the_cpu(
+    name: str, options: tuple[str, ...], load: Callable[[str], ModuleType]
+) -> None:
+    arguments = [*SMALL[name], *options]
+    result = CliRunner().invoke(load(name).main, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert "All outputs agree with plain PyTorch" in result.output
+    assert "Why this epilogue: " in result.output
 
 
 @pytest.mark.gpu
@@ -184,13 +277,13 @@ def test_prefill_demo_fails_when_the_context_is_wrong(
 # Low-latency linear
 
 
-def test_model_demo_passes_on_the_cpu(tmp_path: Path) -> None:
-    result = run_demo(MODEL, "--tokens", "1", "--tokens", "16", "--device", "cpu", cwd=tmp_path)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "installed in 6 of 7 linear layers" in result.stdout
-    assert "left alone: it has a bias" in result.stdout
-    assert "0 of 12 calls ran a kernel of k3cupy" in result.stdout
-    assert "All outputs agree with plain PyTorch" in result.stdout
+@in_one_process
+def test_model_demo_passes_on_the_cpu(scripts: dict[str, str]) -> None:
+    printed = scripts[MODEL]
+    assert "installed in 6 of 7 linear layers" in printed
+    assert "left alone: it has a bias" in printed
+    assert "0 of 12 calls ran a kernel of k3cupy" in printed
+    assert "All outputs agree with plain PyTorch" in printed
 
 
 @pytest.mark.gpu
@@ -230,12 +323,29 @@ def test_model_demo_fails_when_a_layer_is_wrong(
     fails(load(MODEL))
 
 
-@pytest.mark.parametrize("gpu", [False, pytest.param(True, marks=pytest.mark.gpu)])
-def test_fallback_demo_names_each_reason(gpu: bool, tmp_path: Path) -> None:
-    result = run_demo(FALLBACKS, cwd=tmp_path, env={} if gpu else {"CUDA_VISIBLE_DEVICES": ""})
-    assert result.returncode == 0, result.stdout + result.stderr
-    text = " ".join(result.stdout.replace("│", " ").split())
-    for words in ("6,285", "is 6 bytes past", "inner stride 2", "transposed", "float16,", "200"):
-        assert words in text, words
+def names_each_reason(printed: str) -> None:
+    text = " ".join(printed.replace("│", " ").split())
+    found = (
+        "6285",
+        "one 6 bytes past",
+        "inner stride 2",
+        "strides (1, 2304)",
+        "float16",
+        "float32",
+    )
+    for words in (*found, "more", "200", "shape [2304]", "one that requires grad"):
+        assert f"got {words}" in text, words
     assert text.count("PyTorch's linear") == 10
     assert "2 calls ran a kernel of k3cupy" in text
+
+
+@in_one_process
+def test_fallback_demo_names_each_reason(scripts: dict[str, str]) -> None:
+    names_each_reason(scripts[FALLBACKS])
+
+
+@pytest.mark.gpu
+def test_fallback_demo_names_each_reason_on_the_gpu(tmp_path: Path) -> None:
+    result = run_demo(FALLBACKS, cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    names_each_reason(result.stdout)

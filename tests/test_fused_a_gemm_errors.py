@@ -10,6 +10,7 @@ import pytest
 import torch
 from fake_device import H200
 from gemm_helpers import (
+    FUSED_A,
     assert_product,
     inputs,
     normal,
@@ -19,11 +20,11 @@ from gemm_helpers import (
     transposed_op,
 )
 from helpers import BF16, FP16, Guarded, padded, refused
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import k3cupy
 from k3cupy import projections
-from k3cupy.ops.fused_a_gemm_choice import choose
-from k3cupy.ops.fused_a_gemm_validate import check_config
 from k3cupy.runtime import devices
 from k3cupy.runtime.devices import DeviceInfo
 
@@ -62,14 +63,15 @@ PUBLIC_CASES: dict[str, tuple[str, Change, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", PUBLIC_CASES)
+@pytest.mark.parametrize("name", ["mat_a", "mat_b", "output", "enable_pdl"])
 def test_the_public_signature_refuses_by_its_own_names(device: str, name: str) -> None:
-    blamed, change, found = PUBLIC_CASES[name]
     x, weight = inputs(M, N, K, device)
     box = Guarded((M, N), BF16, device)
     arguments: dict[str, Any] = {"mat_a": x, "mat_b": weight.T, "output": box.tensor}
-    wrong = {**arguments, blamed: change(arguments.get(blamed))}
-    refused(wrong, blamed, found, box=box, operation=transposed_op)
+    for blamed, change, found in PUBLIC_CASES.values():
+        if blamed == name:
+            wrong = {**arguments, name: change(arguments.get(name))}
+            refused(wrong, name, found, box=box, operation=transposed_op)
     transposed_op(**arguments)
     assert_product(box.tensor, x, weight)
 
@@ -109,37 +111,52 @@ EDGES = (1, 8, 9, 16, 17, 32, 33, 64)
 """The ends of what one tile of tokens serves; between them nothing changes."""
 
 
-@pytest.mark.parametrize("limit", [232_448, 166_912, *SMALL_GPUS])
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)], ids=str)
-def test_case04_every_choice_fits_the_gpu(capability: tuple[int, int], limit: int) -> None:
+SHAPES = [(p.n, p.k) for p in projections.shapes()]
+ODD = [(1, 16), (7, 80), (16, 64), (100, 20000)]
+
+
+@given(
+    st.sampled_from(SHAPES + ODD),
+    st.sampled_from(EDGES),
+    st.sampled_from([(8, 0), (9, 0), (12, 0)]),
+    st.sampled_from([232_448, 166_912, *SMALL_GPUS]),
+    st.booleans(),
+)
+@settings(max_examples=400)
+def test_case04_every_choice_fits_the_gpu(
+    shape: tuple[int, int],
+    tokens: int,
+    capability: tuple[int, int],
+    limit: int,
+    batch_invariant: bool,
+) -> None:
     gpu = DeviceInfo(0, "a GPU", capability, 100, limit)
-    pairs = [(p.n, p.k) for p in projections.shapes()] + [(1, 16), (7, 80), (16, 64), (100, 20000)]
-    for n, k in pairs:
-        for tokens in EDGES:
-            for invariant in (False, True):
-                config, reason = choose(n, k, tokens, gpu, batch_invariant=invariant)
-                assert config.is_valid(gpu), f"{config} for {n} x {k}, M = {tokens}"
-                assert config.tile_m >= tokens
-                assert reason
+    found = FUSED_A.chosen(shape, tokens, gpu, batch_invariant=batch_invariant)
+    assert found.config.is_valid(gpu)
+    assert found.config.tile_m >= tokens
+    assert found.reason
 
 
 @pytest.mark.parametrize("limit", [232_448, *SMALL_GPUS])
 def test_batch_invariant_choices_sum_in_one_order(limit: int) -> None:
     gpu = replace(H200, shared_memory_optin=limit)
-    for p in projections.shapes():
-        orders = {choose(p.n, p.k, tokens, gpu, batch_invariant=True)[0].order for tokens in EDGES}
-        assert len(orders) == 1, f"{p}: {orders}"
+    for shape in SHAPES:
+        found = [FUSED_A.chosen(shape, tokens, gpu, batch_invariant=True) for tokens in EDGES]
+        assert len({choice.config.order for choice in found}) == 1, shape
+
+
+def explained_on(gpu: DeviceInfo, config: k3cupy.FusedAGemmConfig) -> Any:
+    """What a call with a configuration does on a GPU that is none."""
+    return FUSED_A.chosen((N, K), M, gpu, config=config)
 
 
 def test_case04_a_configuration_that_does_not_fit_names_both_numbers() -> None:
     for limit in SMALL_GPUS:
         gpu = replace(H200, shared_memory_optin=limit)
-        with pytest.raises(ValueError, match=r"^config: expected at most") as caught:
-            check_config(HUGE, 4, gpu)
-        assert str(limit) in str(caught.value)
-        assert f"{HUGE.shared_bytes} bytes" in str(caught.value)
-        assert "fewer stages" in str(caught.value)
-    assert check_config(CONFIG, 8, gpu) is CONFIG
+        text = f"^config: expected at most {limit} .*, got {HUGE.shared_bytes} bytes.*fewer stages"
+        with pytest.raises(ValueError, match=text):
+            explained_on(gpu, HUGE)
+        assert explained_on(gpu, CONFIG).config == CONFIG
 
 
 def test_a_configuration_for_fewer_tokens_is_refused(device: str) -> None:
@@ -152,9 +169,9 @@ def test_a_configuration_for_fewer_tokens_is_refused(device: str) -> None:
 
 def test_clusters_need_sm_90() -> None:
     split = replace(CONFIG, split_k=2)
-    assert check_config(split, 8, H200) is split
-    with pytest.raises(ValueError, match=r"^config: expected split_k of 1 on sm_86.*got 2"):
-        check_config(split, 8, replace(H200, compute_capability=(8, 6)))
+    assert explained_on(H200, split).config == split
+    with pytest.raises(ValueError, match=r"^config: expected split_k of 1 on sm_86.*, got 2$"):
+        explained_on(replace(H200, compute_capability=(8, 6)), split)
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ from helpers import run_child
 from stream_helpers import assert_capture_asks_for_a_warmup, captured
 
 import k3cupy
+from k3cupy.kernels import fused_a_gemm
 from k3cupy.runtime import devices, instances
 
 pytestmark = pytest.mark.gpu
@@ -67,7 +68,7 @@ def test_a_configuration_of_the_caller_is_the_one_that_runs() -> None:
     decision = k3cupy.explain_fused_a_gemm(x, weight, config=BASE, weight_is_static=True)
     assert decision.config == BASE
     assert decision.reason == "the caller named the configuration"
-    variant = k3cupy.FusedAGemmVariant(True, True, True)
+    variant = fused_a_gemm.Variant(True, True, True)
     assert decision.name_expression == BASE.name_expression(variant)
     assert decision.pdl == devices.info(0).has_pdl
     assert not k3cupy.explain_fused_a_gemm(x, weight, pdl=False).pdl
@@ -80,7 +81,7 @@ def test_more_than_48_kib_of_shared_memory_in_any_order() -> None:
     assert deep.shared_bytes > 49_152
     for config in (BASE, deep, BASE, deep):
         run_and_check(x, weight, config=config)
-    loaded = instances.load(deep.instance(k3cupy.FusedAGemmVariant()), 0)
+    loaded = instances.load(deep.instance(fused_a_gemm.Variant()), 0)
     limit = loaded.function.max_dynamic_shared_size_bytes
     assert limit >= deep.shared_bytes
     loaded.allow_shared_memory(1024)
@@ -110,9 +111,7 @@ def _captures_from_cold() -> None:
     graph, _ = captured(lambda: transposed_op(x, weight.T, target, True))
     graph.replay()
     same_bits(target, out)
-    assert instances.is_loaded(
-        static.config.instance(k3cupy.FusedAGemmVariant(True, True, True)), 0
-    )
+    assert instances.is_loaded(static.config.instance(fused_a_gemm.Variant(True, True, True)), 0)
 
 
 def test_case18_capture_from_cold_and_after_warmup() -> None:

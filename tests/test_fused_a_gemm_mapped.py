@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from fake_device import H200, FakeDevice
-from gemm_helpers import inputs, normal, op, residual_of, run_and_check, same_bits
+from gemm_helpers import fresh_plans, inputs, normal, op, residual_of, run_and_check, same_bits
 from helpers import BF16, guarded, refused
 from pdl_helpers import wrong_values_of_a_chain
 from stream_helpers import captured
 
 import k3cupy
-from k3cupy.ops.fused_a_gemm_plan import Options, make_plan
-from k3cupy.ops.fused_a_gemm_validate import check_config
-from k3cupy.ops.gemm_validate import FRIENDLY
-from k3cupy.runtime import devices, tensor_maps
+from k3cupy.kernels import fused_a_gemm
+from k3cupy.runtime import devices
 from k3cupy.runtime.tensor_maps import Box
 
 MAPPED = k3cupy.FusedAGemmConfig(16, 32, 128, 4, 3, 4, 1, 1, 2, mapped_x=True)
 COPIED = replace(MAPPED, mapped_x=False)
-SPLIT_WARPGROUPS = k3cupy.FusedAGemmConfig(64, 64, 128, 4, 3, 1, 4, 2, 2, 8, mapped_x=True)
+SPLIT_WARPGROUPS = k3cupy.FusedAGemmConfig(
+    64, 64, 128, 4, 3, 1, 4, 2, 2, "warpgroup_tokens", mapped_x=True
+)
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
-    """A GPU that is none, which has maps for every address."""
-    found = FakeDevice(monkeypatch)
-    monkeypatch.setattr(tensor_maps, "mapper", lambda box, _: lambda address: (box, address))
-    return found
+def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeDevice]:
+    with fresh_plans(tmp_path):
+        yield FakeDevice(monkeypatch)
 
 
 @pytest.fixture
@@ -46,9 +46,7 @@ def has_maps() -> None:
 def test_a_launch(device: FakeDevice) -> None:
     """The map in place of the address and the row stride, and one warp in place of two."""
     x, weight = inputs(9, 100, 128, strides=(136, 1))
-    values = (x, weight, None, None)
-    plan = make_plan(FRIENDLY, values, Options(None, True, False, MAPPED), None)
-    out = plan.run(values, [x.data_ptr(), weight.data_ptr(), 0, 0], None)
+    out = op(x, weight, weight_is_static=True, config=MAPPED)
     (name,) = device.loaded
     assert name.startswith("k3cupy::fused_a_gemm_mapped_x<16, 32, 128, 4, 3, 4, 1, 1, 2, 16, ")
     assert device.settings["block"] == 32 * (4 + 2 + 1) == MAPPED.block_size
@@ -62,9 +60,7 @@ def test_a_launch(device: FakeDevice) -> None:
 
 def test_one_row_has_no_stride(device: FakeDevice) -> None:
     x, weight = inputs(1, 100, 128)
-    values = (x.as_strided((1, 128), (3, 1)), weight, None, None)
-    plan = make_plan(FRIENDLY, values, Options(None, True, False, MAPPED), None)
-    plan.run(values, [x.data_ptr(), weight.data_ptr(), 0, 0], None)
+    op(x.as_strided((1, 128), (3, 1)), weight, weight_is_static=True, config=MAPPED)
     ((_, arguments),) = device.launches
     assert arguments[3][0] == Box(1, 128, 128, 16)
 
@@ -88,7 +84,7 @@ def test_rows_that_overlap(device: FakeDevice) -> None:
         decision = explained(x.as_strided((9, 128), (stride, 1)), 128)
         assert decision.config == COPIED
         assert decision.name_expression == COPIED.name_expression(
-            k3cupy.FusedAGemmVariant(packed=False)
+            fused_a_gemm.Variant(packed=False)
         )
         assert decision.reason.endswith(
             f"; x by copy warps, because its rows are {stride} elements apart, not 128 to 2^39"
@@ -114,26 +110,31 @@ def test_columns_of_a_split_that_end_inside_a_stage(device: FakeDevice) -> None:
     assert explained(inputs(9, 1, 272)[0], 272, warps).config == warps, "these take whole steps"
 
 
-def test_a_configuration_that_other_gpus_do_not_have() -> None:
-    assert check_config(MAPPED, 16, H200) is MAPPED
-    for capability in ((8, 0), (8, 6), (8, 9), (12, 0)):
+def test_a_configuration_that_other_gpus_do_not_have(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, _ = inputs(16, 1, 128)
+    assert explained(x, 128).config == MAPPED
+    for capability in ((8, 0), (8, 6), (8, 9), (12, 0), (10, 0), (10, 3)):
         gpu = replace(H200, compute_capability=capability)
-        with pytest.raises(ValueError, match=r"^config: expected mapped_x of False on sm_.*True"):
-            check_config(MAPPED, 16, gpu)
-    for capability in ((10, 0), (10, 3)):
-        gpu = replace(H200, compute_capability=capability)
-        assert check_config(MAPPED, 16, gpu) is MAPPED
+        monkeypatch.setattr(devices, "info", lambda _, gpu=gpu: gpu)
+        if capability[0] == 10:
+            assert explained(x, 128).config == MAPPED
+            continue
+        text = rf"^config: expected mapped_x of False on {gpu.arch}.*, got True$"
+        with pytest.raises(ValueError, match=text):
+            explained(x, 128)
 
 
 def test_instances_and_orders() -> None:
     """Packed x and rows apart are one instance."""
-    packed, apart = k3cupy.FusedAGemmVariant(), k3cupy.FusedAGemmVariant(packed=False)
+    packed, apart = fused_a_gemm.Variant(), fused_a_gemm.Variant(packed=False)
     assert MAPPED.name_expression(packed) == MAPPED.name_expression(apart)
     assert "mapped_x" in MAPPED.name_expression(packed)
-    one_by_one = k3cupy.FusedAGemmVariant(packed=False, aligned_x=False)
+    one_by_one = fused_a_gemm.Variant(packed=False, aligned_x=False)
     assert MAPPED.name_expression(one_by_one) == COPIED.name_expression(one_by_one)
     assert MAPPED.order == COPIED.order
-    assert not MAPPED.instance(k3cupy.FusedAGemmVariant()).own_arch
+    assert not MAPPED.instance(fused_a_gemm.Variant()).own_arch
     assert not replace(MAPPED, tile_k=32).is_valid()
 
 

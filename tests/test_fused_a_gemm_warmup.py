@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from fake_device import H200
+from gemm_helpers import FUSED_A
+from helpers import refused
 from toolchain_helpers import FakeGpu, fake_h200
 
 import k3cupy
 from k3cupy.cli import main
-from k3cupy.ops.fused_a_gemm_choice import choose
+from k3cupy.kernels import fused_a_gemm
 
 __all__ = ["fake_h200"]
 
@@ -25,14 +27,14 @@ def warmup(**options: Any) -> int:
 
 
 def names_of(
-    tokens: range | list[int], *variants: k3cupy.FusedAGemmVariant, invariant: bool = False
+    tokens: range | list[int], *variants: fused_a_gemm.Variant, invariant: bool = False
 ) -> set[str]:
-    chosen = [choose(*SHAPE, count, H200, batch_invariant=invariant)[0] for count in tokens]
+    chosen = [FUSED_A.chosen(SHAPE, count, batch_invariant=invariant).config for count in tokens]
     return {config.name_expression(variant) for config in chosen for variant in variants}
 
 
 def test_warmup_compiles_what_calls_of_a_shape_will_get(fake_h200: FakeGpu) -> None:
-    packed, strided = k3cupy.FusedAGemmVariant(), k3cupy.FusedAGemmVariant(packed=False)
+    packed, strided = fused_a_gemm.Variant(), fused_a_gemm.Variant(packed=False)
     count = warmup(shapes=[SHAPE], tokens=[1, 16])
     assert set(fake_h200.compiled) == names_of([1, 16], packed, strided)
     assert count == len(fake_h200.compiled)
@@ -40,11 +42,11 @@ def test_warmup_compiles_what_calls_of_a_shape_will_get(fake_h200: FakeGpu) -> N
 
 def test_warmup_of_every_number_of_tokens(fake_h200: FakeGpu) -> None:
     warmup(shapes=[SHAPE], strided=False)
-    assert set(fake_h200.compiled) == names_of(range(1, 65), k3cupy.FusedAGemmVariant())
+    assert set(fake_h200.compiled) == names_of(range(1, 65), fused_a_gemm.Variant())
 
 
 def test_warmup_of_promises_and_layouts(fake_h200: FakeGpu) -> None:
-    variant = k3cupy.FusedAGemmVariant
+    variant = fused_a_gemm.Variant
     warmup(shapes=[SHAPE], tokens=5, strided=True, weight_is_static=True)
     assert set(fake_h200.compiled) == names_of([5], variant(False, True, True))
     fake_h200.compiled.clear()
@@ -60,41 +62,36 @@ def test_warmup_of_promises_and_layouts(fake_h200: FakeGpu) -> None:
 
 def test_warmup_of_a_configuration(fake_h200: FakeGpu) -> None:
     assert warmup(shapes=[SHAPE], tokens=9, strided=False, config=CONFIG) == 1
-    assert fake_h200.compiled == [CONFIG.name_expression(k3cupy.FusedAGemmVariant())]
+    assert fake_h200.compiled == [CONFIG.name_expression(fused_a_gemm.Variant())]
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"config": CONFIG, "tokens": 17}, "config: expected tile_m of at least the 17 rows"),
-        ({"config": replace(CONFIG, stages=60), "tokens": 1}, "config: expected at most 232448"),
-        ({"dtype": "float16"}, "dtype: expected nothing with op='fused_a_gemm'"),
-    ],
-    ids=str,
-)
-def test_arguments(options: dict[str, Any], text: str, fake_h200: FakeGpu) -> None:
-    with pytest.raises((TypeError, ValueError), match=f"^{text}"):
-        warmup(**options)
+HUGE = replace(CONFIG, stages=60)
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("config", {"config": CONFIG, "tokens": 17}, "16"),
+    ("config", {"config": HUGE, "tokens": 1}, f"{HUGE.shared_bytes} bytes"),
+    ("dtype", {"dtype": "float16"}, "'float16'"),
+]
+
+
+def test_arguments(fake_h200: FakeGpu) -> None:
+    for name, options, found in WRONG:
+        refused(options, name, f"^{found}", operation=warmup)
     assert fake_h200.compiled == []
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"shapes": [SHAPE]},
-        {"tokens": 1},
-        {"strided": False},
-        {"weight_is_static": True},
-        {"batch_invariant": True},
-        {"residual": True},
-    ],
-    ids=str,
-)
 @pytest.mark.parametrize("op", ["mla_decode", "mla_prefill"])
-def test_other_operations_refuse_them(op: str, options: dict[str, Any], fake_h200: FakeGpu) -> None:
-    (name,) = options
-    with pytest.raises(ValueError, match=f"^{name}: expected nothing with op='{op}'"):
-        k3cupy.warmup(op, **options, progress=False)
+def test_other_operations_refuse_them(op: str, fake_h200: FakeGpu) -> None:
+    for name, value in (
+        ("shapes", [SHAPE]),
+        ("tokens", 1),
+        ("strided", False),
+        ("weight_is_static", True),
+        ("batch_invariant", True),
+        ("residual", True),
+    ):
+        arguments = {"op": op, name: value, "progress": False}
+        text = refused(arguments, name, f"^{re.escape(repr(value))}$", operation=k3cupy.warmup)
+        assert f"nothing with op='{op}'" in text
     assert fake_h200.compiled == []
 
 
@@ -112,7 +109,7 @@ def test_the_command(fake_h200: FakeGpu) -> None:
         "--shape", "2112x7168", "--tokens", "1", "--tokens", "16", "--packed", "--weight-is-static"
     )
     assert code == 0
-    names = names_of([1, 16], k3cupy.FusedAGemmVariant(True, True, True))
+    names = names_of([1, 16], fused_a_gemm.Variant(True, True, True))
     assert set(fake_h200.compiled) == names
     assert f"{len(names)} kernels are ready" in output
 
@@ -120,16 +117,16 @@ def test_the_command(fake_h200: FakeGpu) -> None:
 def test_the_command_for_a_residual(fake_h200: FakeGpu) -> None:
     code, _ = run("--shape", "2112x7168", "--tokens", "1", "--packed", "--residual")
     assert code == 0
-    assert set(fake_h200.compiled) == names_of([1], k3cupy.FusedAGemmVariant(has_residual=True))
+    assert set(fake_h200.compiled) == names_of([1], fused_a_gemm.Variant(has_residual=True))
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
         (("--shape", "2112"), 2, "'2112' is no shape; write N x K as 2112x7168"),
-        (("--shape", "16x100"), 1, "shapes: expected K a multiple of 16"),
-        (("--tokens", "65"), 1, "tokens: expected numbers from 1 to 64"),
-        (("--rope",), 1, "rope: expected nothing with op='fused_a_gemm'"),
+        (("--shape", "16x100"), 1, "shapes: expected K a multiple of 16, got (16, 100)"),
+        (("--tokens", "65"), 1, "tokens: expected numbers from 1 to 64, got 65"),
+        (("--rope",), 1, "rope: expected nothing with op='fused_a_gemm', got True"),
     ],
 )
 def test_the_command_with_wrong_options(

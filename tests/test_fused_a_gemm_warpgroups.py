@@ -13,12 +13,14 @@ from stream_helpers import captured
 
 import k3cupy
 from k3cupy import projections
-from k3cupy.ops.fused_a_gemm_choice import candidates, choose
-from k3cupy.ops.fused_a_gemm_validate import check_config
+from k3cupy.accept.gemm import check_fused_a_config
+from k3cupy.choose.fused_a_gemm import candidates
+from k3cupy.choose.gemm import FUSED_A, choose
+from k3cupy.kernels.fused_a_gemm import Variant
 from k3cupy.runtime import devices, instances
 
-BASE = k3cupy.FusedAGemmConfig(64, 64, 128, 4, 4, 1, 4, 1, 2, 64)
-WIDE_TOKENS = replace(BASE, tile_n=72, mma_rows=8)
+BASE = k3cupy.FusedAGemmConfig(64, 64, 128, 4, 4, 1, 4, 1, 2, "warpgroup")
+WIDE_TOKENS = replace(BASE, tile_n=72, product="warpgroup_tokens")
 """Tokens are the wide side of its products, rows of the weight the narrow one."""
 
 both = pytest.mark.parametrize("base", [BASE, WIDE_TOKENS], ids=["wide weights", "wide tokens"])
@@ -35,19 +37,19 @@ def sm_90() -> None:
 
 @both
 def test_a_configuration_that_only_sm_90_has(base: k3cupy.FusedAGemmConfig) -> None:
-    assert check_config(base, 64, H200) is base
+    assert check_fused_a_config(base, 64, H200) is base
     for capability in ((8, 0), (8, 9), (10, 0), (10, 3), (12, 0)):
         gpu = replace(H200, compute_capability=capability)
-        told = rf"^config: expected mma_rows of 16 on sm_.*got {base.mma_rows}"
+        told = rf"^config: expected product 'warp' on sm_.*, got '{base.product}'$"
         with pytest.raises(ValueError, match=told):
-            check_config(base, 64, gpu)
+            check_fused_a_config(base, 64, gpu)
         assert not any(c.needs_warpgroups for c in candidates(4608, 1536, 64, gpu))
 
 
 def test_which_instances_are_compiled_for_their_own_architecture() -> None:
-    variant = k3cupy.FusedAGemmVariant()
+    variant = Variant()
     assert BASE.instance(variant).own_arch
-    assert not replace(BASE, mma_rows=16).instance(variant).own_arch
+    assert not replace(BASE, product="warp").instance(variant).own_arch
 
 
 @pytest.mark.parametrize("tokens", [17, 32, 33, 64])
@@ -58,7 +60,7 @@ def test_only_a_measurement_names_them(tokens: int) -> None:
     gpu = replace(H200, name="a GPU without a table")
     for n, k in ((4608, 1536), (20480, 7168), (7, 80)):
         for invariant in (False, True):
-            config, _ = choose(n, k, tokens, gpu, batch_invariant=invariant)
+            config = choose((FUSED_A,), n, k, tokens, gpu, batch_invariant=invariant).config
             assert not config.needs_warpgroups
             assert not config.block_rows
             assert not config.mapped_x
@@ -76,7 +78,7 @@ def test_candidates_that_leave_no_multiprocessor_out() -> None:
 
 
 def test_the_order_of_a_sum_is_another() -> None:
-    assert len({c.order for c in (BASE, WIDE_TOKENS, replace(BASE, mma_rows=16))}) == 3
+    assert len({c.order for c in (BASE, WIDE_TOKENS, replace(BASE, product="warp"))}) == 3
     assert BASE.order == replace(BASE, tile_m=32, tile_n=128, tile_k=64, stages=7).order
 
 
@@ -252,8 +254,8 @@ def test_in_a_graph_among_dependent_launches(
 @pytest.mark.gpu
 def test_nothing_spills(sm_90: None) -> None:
     for config in (*CONFIGS, *WIDE_TOKENS_CONFIGS):
-        loaded = instances.load(config.instance(k3cupy.FusedAGemmVariant()), 0)
-        assert loaded.local_bytes == 0
+        loaded = instances.load(config.instance(Variant()), 0)
+        assert loaded.function.local_size_bytes == 0
         assert loaded.registers * config.block_size <= 65_536
 
 
@@ -262,4 +264,4 @@ def test_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     newer = replace(devices.info(0), compute_capability=(10, 0))
     monkeypatch.setattr(devices, "info", lambda _: newer)
     x, weight = inputs(33, 56, 272, "cuda")
-    refused({"x": x, "weight": weight, "config": BASE}, "config", "64", operation=op)
+    refused({"x": x, "weight": weight, "config": BASE}, "config", "^64\\b", operation=op)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,35 +13,38 @@ from typing import Any
 import pytest
 from fake_device import H200
 from gemm_table_helpers import K, N, measured, second
+from helpers import run_program
 
-from k3cupy.ops import gemm_cache, gemm_tables
-from k3cupy.ops.gemm_entry import GemmEntry
-from k3cupy.ops.gemm_tables import SHIPPED, TOKENS, USER
+from k3cupy.call.choice import SHIPPED, USER
+from k3cupy.choose import cache
+from k3cupy.choose.gemm import TOKENS, choose, problem_of
+from k3cupy.choose.table import Entry, kernels_digest, slug
 
 NAME = H200.name
+PROBLEM = problem_of(N, K)
 
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The file of a GPU in an empty cache; nothing of it stays behind."""
     monkeypatch.setenv("K3CUPY_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(gemm_cache, "_warned", set())
-    gemm_tables.reload()
-    yield gemm_cache.path_of(H200)
+    monkeypatch.setattr(cache, "_warned", set())
+    cache.reload()
+    yield cache.path_of("gemm", NAME)
     monkeypatch.undo()
-    gemm_tables.reload()
+    cache.reload()
 
 
-def written(path: Path, *entries: GemmEntry) -> dict[str, Any]:
-    assert gemm_cache.add(entries or (measured(8), measured(16)), H200) == path
+def written(path: Path, *entries: Entry) -> dict[str, Any]:
+    assert cache.add("gemm", entries or (measured(8), measured(16)), H200) == path
     document: dict[str, Any] = json.loads(path.read_text())
     return document
 
 
-def quiet_read(path: Path) -> tuple[GemmEntry, ...]:
+def quiet_read() -> tuple[Entry, ...]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return gemm_cache.read(path, NAME)
+        return tuple(cache.table("gemm", NAME))
 
 
 # Keeping
@@ -56,18 +57,18 @@ def test_what_is_added_is_read(path: Path) -> None:
         measured(4, residual=True),
     ]
     document = written(path, *entries)
-    assert path == path.parents[1] / "gemm-v1" / "nvidia_h200.json"
-    assert document["schema"] == 1
+    assert path == path.parents[2] / "tables-v2" / "nvidia_h200" / "gemm.json"
+    assert (document["schema"], document["family"]) == (2, "gemm")
     assert (document["gpu"], document["arch"], document["num_sms"]) == (NAME, "sm_90", 132)
-    found = {entry.key: entry for entry in quiet_read(path)}
+    found = {entry.key: entry for entry in quiet_read()}
     assert len(found) == 3
+    assert cache.table("gemm", NAME).origin == USER
     for entry in entries:
         again = found[entry.key]
-        assert again.source == USER
-        assert again.sources == gemm_cache.sources_digest()
+        assert again.sources == kernels_digest("gemm")
         assert len(again.date) == 10
         assert replace(again, date="", sources="") == entry
-    assert found[N, K, 16, False].chosen is None
+    assert found[PROBLEM, 16].kernel == "linear"
     assert list(path.parent.glob("*.tmp")) == []
     assert path.stat().st_mode & 0o777 == 0o644
 
@@ -75,13 +76,13 @@ def test_what_is_added_is_read(path: Path) -> None:
 def test_the_newer_entry_of_a_product_counts(path: Path) -> None:
     written(path, measured(8, linear_us=9.0), measured(16))
     written(path, measured(8, linear_us=8.0), measured(32))
-    found = {entry.tokens: entry for entry in quiet_read(path)}
+    found = {entry.size: entry for entry in quiet_read()}
     assert sorted(found) == [8, 16, 32]
     assert found[8].linear_us == 8.0
 
 
 def test_nothing_there_is_no_entries(path: Path) -> None:
-    assert quiet_read(path) == ()
+    assert quiet_read() == ()
     assert not path.parent.exists()
 
 
@@ -90,18 +91,16 @@ def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("K3CUPY_CACHE_DIR", "~/measured")
-    assert gemm_cache.directory() == tmp_path / "measured/gemm-v1"
+    assert cache.directory() == tmp_path / "measured/tables-v2"
     for value in ("", None):
         if value is None:
             monkeypatch.delenv("K3CUPY_CACHE_DIR")
         else:
             monkeypatch.setenv("K3CUPY_CACHE_DIR", value)
-        assert gemm_cache.directory() == Path(platformdirs.user_cache_dir("k3cupy")) / "gemm-v1"
+        assert cache.directory() == Path(platformdirs.user_cache_dir("k3cupy")) / "tables-v2"
     monkeypatch.delenv("HOME")
-    assert gemm_cache.directory().name == "gemm-v1"
-    assert (
-        gemm_cache.slug("NVIDIA H100 80GB HBM3 MIG 1g.10gb") == "nvidia_h100_80gb_hbm3_mig_1g_10gb"
-    )
+    assert cache.directory().name == "tables-v2"
+    assert slug("NVIDIA H100 80GB HBM3 MIG 1g.10gb") == "nvidia_h100_80gb_hbm3_mig_1g_10gb"
 
 
 # Files that cannot be used: ignored with one warning that names the file
@@ -131,8 +130,8 @@ def a_directory(path: Path, _: dict[str, Any]) -> None:
 
 
 def of_other_kernels(path: Path, document: dict[str, Any]) -> None:
-    rows = [{**row, "sources": "0" * 16} for row in document["entries"]]
-    path.write_text(json.dumps({**document, "entries": rows}))
+    rows = [{**row, "sources": "0" * 16} for row in document["problems"][PROBLEM]]
+    path.write_text(json.dumps({**document, "problems": {PROBLEM: rows}}))
 
 
 UNUSABLE: dict[str, tuple[Callable[[Path, dict[str, Any]], None], str]] = {
@@ -143,10 +142,12 @@ UNUSABLE: dict[str, tuple[Callable[[Path, dict[str, Any]], None], str]] = {
     "nested": (with_text(b"[" * 100_000), "no table of this version"),
     "a-list": (with_text(b"[]"), "no table of this version"),
     "a-number": (with_text(b"3"), "no table of this version"),
-    "older": (with_fields(schema=0), "expected schema 1, got 0"),
-    "newer": (with_fields(schema=2), "expected schema 1, got 2"),
+    "older": (with_fields(schema=0), "expected schema 2, got 0"),
+    "newer": (with_fields(schema=3), "expected schema 2, got 3"),
     "another-gpu": (with_fields(gpu="NVIDIA H100"), "expected measurements of NVIDIA H200"),
-    "no-entries": (with_fields(entries=None), "no table of this version"),
+    "no-gpu": (with_fields(gpu=None), "expected measurements of NVIDIA H200, got None"),
+    "no-problems": (with_fields(problems=None), "no table of this version"),
+    "a-problem-of-no-entries": (with_fields(problems={"a": 3}), "no table of this version"),
     "directory": (a_directory, "cannot be read"),
     "older-kernels": (of_other_kernels, "kernels of another version"),
 }
@@ -157,14 +158,13 @@ def test_an_unusable_file_is_ignored_with_one_warning(name: str, path: Path) -> 
     """Never a crash, never its plan: the shipped table answers instead."""
     spoil, text = UNUSABLE[name]
     spoil(path, written(path))
-    gemm_tables.reload()
+    cache.reload()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
-            gemm_tables.reload()
-            entry = gemm_tables.entry(N, K, 8, H200)
-            assert entry is not None and entry.source == SHIPPED
-            assert gemm_cache.read(path, NAME) == ()
+            cache.reload()
+            assert choose(("fused_a",), N, K, 8, H200).origin == SHIPPED
+            assert tuple(cache.table("gemm", NAME)) == ()
     assert [w.category for w in caught] == [UserWarning]
     message = str(caught[0].message)
     assert str(path) in message
@@ -177,54 +177,71 @@ def test_an_unusable_file_is_replaced_by_the_next_measurement(name: str, path: P
     UNUSABLE[name][0](path, written(path))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert gemm_cache.add([measured(8)], H200) == path
-    assert measured(8).key in {entry.key for entry in quiet_read(path)}
+        assert cache.add("gemm", [measured(8)], H200) == path
+    assert measured(8).key in {entry.key for entry in quiet_read()}
 
 
 ENTRY = measured(8).fields()
-FIRST, SECOND = ENTRY["us"]["fused_a"]
-UNMEASURED = "8/16/64/2/2/4/1/1/1"
+TIMES = ENTRY["us"]
+FIRST, SECOND = TIMES["fused_a"]
 BAD_ENTRIES: dict[str, Any] = {
     "not-a-mapping": 3,
-    "no-n": {name: value for name, value in ENTRY.items() if name != "n"},
-    "no-choice": {name: value for name, value in ENTRY.items() if name != "chosen"},
-    "no-linear": {name: value for name, value in ENTRY.items() if name != "linear_us"},
-    "n-zero": {**ENTRY, "n": 0},
-    "k-text": {**ENTRY, "k": "7168"},
-    "tokens-65": {**ENTRY, "tokens": 65},
-    "tokens-true": {**ENTRY, "tokens": True},
-    "impossible-config": {**ENTRY, "us": {"fused_a": {"8/16/512/1/8/8/1/1/4": 5.0}}},
-    "junk-config": {**ENTRY, "us": {"fused_a": {"fast": 5.0}}},
-    "unknown-backend": {**ENTRY, "us": {**ENTRY["us"], "cutlass": {"1": 1.0}}},
-    "unknown-choice": {**ENTRY, "chosen": {"backend": "cutlass", "config": None}},
-    "negative-time": {**ENTRY, "us": {"fused_a": {SECOND: -5.0}}},
-    "nan-time": {**ENTRY, "us": {"fused_a": {SECOND: float("nan")}}},
-    "infinite-linear": {**ENTRY, "linear_us": float("inf")},
-    "text-time": {**ENTRY, "us": {"fused_a": {SECOND: "fast"}}},
-    "slower-choice": {**ENTRY, "chosen": {"backend": "fused_a", "config": FIRST}},
-    "slower-than-linear": {**ENTRY, "linear_us": 4.0},
+    "no-size": {name: value for name, value in ENTRY.items() if name != "size"},
+    "no-times-and-no-kernel": {"size": 8},
+    "size-zero": {**ENTRY, "size": 0},
+    "size-text": {**ENTRY, "size": "8"},
+    "size-true": {**ENTRY, "size": True},
+    "no-times": {**ENTRY, "us": {}},
+    "no-time-of-a-kernel": {**ENTRY, "us": {"fused_a": {}}},
+    "times-of-no-kernel": {**ENTRY, "us": [5.0]},
+    "impossible-config": {**ENTRY, "us": {**TIMES, "fused_a": {"8/16/512/1/8/8/1/1/4": 5.0}}},
+    "junk-config": {**ENTRY, "us": {**TIMES, "fused_a": {"fast": 5.0}}},
+    "unknown-kernel": {**ENTRY, "us": {**TIMES, "cutlass": {"1": 1.0}}},
+    "unknown-choice": {"size": 8, "kernel": "cutlass", "config": None},
+    "zero-time": {**ENTRY, "us": {**TIMES, "fused_a": {SECOND: 0}}},
+    "negative-time": {**ENTRY, "us": {**TIMES, "fused_a": {SECOND: -5.0}}},
+    "nan-time": {**ENTRY, "us": {**TIMES, "fused_a": {SECOND: float("nan")}}},
+    "true-time": {**ENTRY, "us": {**TIMES, "fused_a": {SECOND: True}}},
+    "infinite-linear": {**ENTRY, "us": {**TIMES, "linear": float("inf")}},
+    "text-time": {**ENTRY, "us": {**TIMES, "fused_a": {SECOND: "fast"}}},
+    "slower-choice": {"size": 8, "us": {"fused_a": TIMES["fused_a"]}, "preferred": FIRST},
+    "slower-than-linear": {**ENTRY, "preferred": SECOND},
     "unmeasured-choice": {
-        **ENTRY,
-        "chosen": {"backend": "fused_a", "config": "8/16/64/2/2/4/1/1/1"},
+        "size": 8,
+        "us": {"fused_a": TIMES["fused_a"]},
+        "preferred": "8/16/64/2/2/4/1/1/1",
     },
 }
 
 
 @pytest.mark.parametrize("name", BAD_ENTRIES)
 def test_a_bad_entry_is_left_out_and_the_others_stay(name: str, path: Path) -> None:
+    """It is read when its problem is asked for, and then warned about, once."""
     document = written(path, measured(16))
-    sources = document["entries"][0]["sources"]
+    (good,) = document["problems"][PROBLEM]
     bad = BAD_ENTRIES[name]
-    bad = {**bad, "sources": sources} if isinstance(bad, dict) else bad
-    path.write_text(json.dumps({**document, "entries": [bad, *document["entries"]]}))
-    with pytest.warns(UserWarning, match=r"1 of 2 entries are ignored") as caught:
-        found = gemm_cache.read(path, NAME)
-    assert [entry.tokens for entry in found] == [16]
+    bad = {**bad, "sources": good["sources"]} if isinstance(bad, dict) else bad
+    path.write_text(json.dumps({**document, "problems": {PROBLEM: [bad, good], "other": [bad]}}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        table = cache.table("gemm", NAME)
+    with pytest.warns(UserWarning, match=rf"an entry of {PROBLEM} is ignored") as caught:
+        for again in (table, cache.table("gemm", NAME)):
+            assert list(again.entries(PROBLEM)) == [16]
     assert len(caught) == 1
     assert str(path) in str(caught[0].message)
-    gemm_tables.reload()
-    answer = gemm_tables.entry(N, K, 8, H200)
-    assert answer is not None and answer.source == SHIPPED
+    cache.reload()
+    assert choose(("fused_a",), N, K, 8, H200).origin == SHIPPED
+    assert choose(("fused_a",), N, K, 16, H200).origin == USER
+
+
+def test_an_entry_of_too_many_tokens_answers_nothing(path: Path) -> None:
+    document = written(path, measured(16))
+    (good,) = document["problems"][PROBLEM]
+    path.write_text(json.dumps({**document, "problems": {PROBLEM: [{**good, "size": 65}]}}))
+    cache.reload()
+    for tokens in (8, 16, 64):
+        assert choose(("fused_a",), N, K, tokens, H200).origin == SHIPPED
 
 
 # Places that cannot be written
@@ -239,19 +256,19 @@ def test_a_place_that_cannot_be_written(kind: str, path: Path) -> None:
         path.parent.mkdir(parents=True)
         path.parent.chmod(0o555)
     elif kind == "file-in-the-way":
-        path.parents[1].write_text("a file")
+        path.parents[2].write_text("a file")
     else:
         path.mkdir(parents=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            assert gemm_cache.add([measured(8)], H200) is None
+            assert cache.add("gemm", [measured(8)], H200) is None
     if kind == "read-only":
         path.parent.chmod(0o755)
     assert len(caught) == 1
     assert str(path) in str(caught[0].message)
     assert "K3CUPY_CACHE_DIR" in str(caught[0].message)
-    assert not list(path.parents[1].rglob("*.tmp"))
+    assert not list(path.parents[2].rglob("*.tmp"))
 
 
 def test_a_full_disk_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,8 +280,8 @@ def test_a_full_disk_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
         with pytest.warns(UserWarning, match="No space left"):
-            assert gemm_cache.add([measured(16)], H200) is None
-    assert [entry.tokens for entry in quiet_read(path)] == [8]
+            assert cache.add("gemm", [measured(16)], H200) is None
+    assert [entry.size for entry in quiet_read()] == [8]
     assert not list(path.parent.glob("*.tmp"))
 
 
@@ -274,7 +291,7 @@ def test_a_read_only_file_is_read(path: Path) -> None:
     path.chmod(0o444)
     path.parent.chmod(0o555)
     try:
-        assert len(quiet_read(path)) == 2
+        assert len(quiet_read()) == 2
     finally:
         path.parent.chmod(0o755)
 
@@ -282,39 +299,30 @@ def test_a_read_only_file_is_read(path: Path) -> None:
 # Many processes
 
 CHILD = """
-import sys, warnings
-warnings.simplefilter("error")
+import warnings
 from fake_device import H200
-from gemm_table_helpers import measured
-from k3cupy.ops import gemm_cache, gemm_tables
-mine = int(sys.argv[1])
-path = gemm_cache.path_of(H200)
-for i, tokens in enumerate(gemm_tables.TOKENS):
-    assert gemm_cache.add([measured(tokens, n=16 * (mine + 1))], H200) == path
-    found = gemm_cache.read(path, H200.name)
-    assert sum(entry.n == 16 * (mine + 1) for entry in found) == i + 1
-print("done")
+from gemm_table_helpers import in_processes, measured
+from k3cupy.choose import cache
+from k3cupy.choose.gemm import TOKENS, problem_of
+path = cache.path_of("gemm", H200.name)
+
+def work(mine):
+    warnings.simplefilter("error")
+    n = 16 * (mine + 1)
+    for i, tokens in enumerate(TOKENS):
+        assert cache.add("gemm", [measured(tokens, n=n)], H200) == path
+        found = cache.table("gemm", H200.name).entries(problem_of(n, 7168))
+        assert len(found) == i + 1
+
+in_processes(8, work)
 """
 
 
 def test_eight_processes_add_and_read_at_once(path: Path) -> None:
     """Nobody loses an entry, nobody reads half a file, nobody is warned."""
-    search = os.pathsep.join([str(Path(__file__).parent), *(entry for entry in sys.path if entry)])
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(i)],
-            env={**os.environ, "PYTHONPATH": search},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for i in range(8)
-    ]
-    for child in children:
-        output, _ = child.communicate(timeout=200)
-        assert output.strip() == "done"
-    keys = {entry.key for entry in quiet_read(path)}
-    assert keys == {(16 * (i + 1), K, tokens, False) for i in range(8) for tokens in TOKENS}
+    run_program(CHILD)
+    keys = {entry.key for entry in quiet_read()}
+    assert keys == {(problem_of(16 * (i + 1), K), size) for i in range(8) for size in TOKENS}
 
 
 def test_a_lock_that_nobody_lets_go_is_one_warning(
@@ -323,12 +331,11 @@ def test_a_lock_that_nobody_lets_go_is_one_warning(
     from filelock import FileLock
 
     written(path)
-    monkeypatch.setattr(gemm_cache, "_LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(cache, "_LOCK_SECONDS", 0.1)
     with FileLock(f"{path}.lock"), pytest.warns(UserWarning, match="could not be acquired"):
-        assert gemm_cache.add([measured(32)], H200) is None
-    assert len(quiet_read(path)) == 2
+        assert cache.add("gemm", [measured(32)], H200) is None
+    assert len(quiet_read()) == 2
 
 
 def test_the_second_candidate_is_what_the_helper_says() -> None:
-    chosen = measured(8).chosen
-    assert chosen is not None and chosen.config == second(8)
+    assert (measured(8).kernel, measured(8).config) == ("fused_a", second(8))

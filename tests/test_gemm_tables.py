@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -13,9 +14,20 @@ from fake_device import H200
 from gemm_table_helpers import K, N, measured, second, user_cache
 
 from k3cupy import projections
-from k3cupy.ops import fused_a_gemm_choice, gemm_tables, skinny_gemm_choice
-from k3cupy.ops.gemm_entry import Choice, config_of, entry_of, fastest_of, key_of
-from k3cupy.ops.gemm_tables import PUBLIC, SHIPPED, TOKEN_CLASSES, TOKENS, USER
+from k3cupy.call.choice import PUBLIC, SHIPPED, USER
+from k3cupy.call.plans import tables as tables_state
+from k3cupy.choose import cache, table
+from k3cupy.choose.gemm import ALL, TOKEN_CLASSES, TOKENS, choose, problem_of
+from k3cupy.choose.table import (
+    Entry,
+    Table,
+    config_of,
+    entry_of,
+    key_of,
+    shipped,
+    tables_of,
+    why_unknown,
+)
 from k3cupy.runtime.devices import DeviceInfo
 
 B200 = DeviceInfo(0, "NVIDIA B200", (10, 0), 148, 232_448)
@@ -24,73 +36,118 @@ H100 = DeviceInfo(0, "NVIDIA H100 80GB HBM3", (9, 0), 132, 232_448)
 A100 = DeviceInfo(0, "NVIDIA A100-SXM4-80GB", (8, 0), 108, 166_912)
 
 
+PROBLEM = problem_of(N, K)
+
+
 def documents() -> dict[str, dict[str, Any]]:
-    folder = resources.files("k3cupy.ops").joinpath("tables/gemm")
-    return {file.name: json.loads(file.read_text("utf-8")) for file in folder.iterdir()}
+    folders = resources.files("k3cupy.choose").joinpath("tables").iterdir()
+    files = {folder.name: folder.joinpath("gemm.json") for folder in folders}
+    return {name: json.loads(f.read_text("utf-8")) for name, f in files.items() if f.is_file()}
+
+
+def table_with(*entries: Entry, origin: str = USER) -> Table:
+    """A table of the H200 with some entries, as they would be read from a file."""
+    _, problems = table.parts_of(table.table_text({"schema": 2, "gpu": H200.name}, entries))
+    return Table(origin, {"gpu": H200.name}, problems)
+
+
+@pytest.fixture
+def only(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Lets calls on any GPU choose from one table alone."""
+
+    def use(known: Table) -> None:
+        monkeypatch.setattr("k3cupy.choose.gemm.tables_of", lambda *_: (known,))
+        cache.reload()
+
+    yield use
+    monkeypatch.undo()
+    cache.reload()
+
+
+def size_taken(num_tokens: int, n: int = N, k: int = K) -> int | None:
+    """The size of the entry that a direct call takes, as its reason says; None for none."""
+    found = choose(("fused_a",), n, k, num_tokens, H200)
+    said = re.search(r"measured on NVIDIA H200 at M = (\d+)", found.reason)
+    return int(said[1]) if said else None
 
 
 # What ships
 
 
-def test_a_shipped_table_never_lists_a_slower_choice() -> None:
-    """Read as plain JSON: what is chosen is the minimum, and below the framework's linear."""
+def test_a_shipped_table_never_names_a_slower_choice() -> None:
+    """Read as plain JSON: what an entry names is the minimum of all that was measured.
+
+    A linear layer takes it; where it is the framework's linear, no kernel of ours.
+    """
     checked = 0
     for document in documents().values():
-        for row in document["entries"] if document["measured_by_us"] else ():
-            every = [us for times in row["us"].values() for us in times.values()]
-            if row["chosen"] is None:
-                assert row["linear_us"] <= min(every), row
-            else:
-                us = row["us"][row["chosen"]["backend"]][row["chosen"]["config"]]
-                assert us == min(every), row
-                assert us < row["linear_us"], row
-            checked += 1
+        gpu = document["gpu"]
+        if gpu is None:
+            continue
+        assert gpu == H200.name
+        for problem, rows in document["problems"].items():
+            n, k = map(int, re.findall(r"(\d+)x(\d+)", problem)[0])
+            for row in rows:
+                every = {
+                    (kernel, key): us
+                    for kernel, times in row["us"].items()
+                    for key, us in ({None: times} if kernel == "linear" else times).items()
+                }
+                assert "preferred" not in row, row
+                found = choose(
+                    ALL, n, k, row["size"], H200, residual=problem.endswith(" + residual")
+                )
+                key = None if found.config is None else key_of(found.config)
+                assert every[found.kernel, key] == min(every.values()), (problem, row)
+                if found.kernel != "linear":
+                    assert every[found.kernel, key] < row["us"]["linear"], (problem, row)
+                checked += 1
     assert checked >= len(projections.shapes()) * len(TOKEN_CLASSES)
 
 
 @pytest.mark.parametrize("name", documents())
 def test_a_shipped_table_says_where_it_comes_from(name: str) -> None:
     document = documents()[name]
-    assert document["schema"] == 1
+    assert (document["schema"], document["family"]) == (2, "gemm")
     assert document["about"]
-    measured_by_us = document["measured_by_us"]
+    measured_by_us = document["gpu"] is not None
+    assert name == (table.slug(document["gpu"]) if measured_by_us else document["arch"])
     facts = ("num_sms", "driver", "nvrtc", "packages", "commit", "date")
     assert all(document.get(fact) for fact in facts) == measured_by_us
-    assert (document["gpu"] is not None) == measured_by_us
-    assert ("not measured by us" in document["about"]) != measured_by_us
-    keys = [(row["n"], row["k"], row["tokens"], row["residual"]) for row in document["entries"]]
+    assert ("not measured by us" in document["about"].lower()) != measured_by_us
+    keys = []
+    for problem, rows in document["problems"].items():
+        known = re.fullmatch(r"bfloat16 (\d+)x(\d+)( \+ residual)?", problem)
+        assert known is not None, problem
+        keys += [(int(known[1]), int(known[2]), known[3] or "", row["size"]) for row in rows]
     assert keys == sorted(set(keys))
-    assert {tokens for _, _, tokens, _ in keys} <= set(TOKENS if measured_by_us else range(1, 17))
+    assert {size for *_, size in keys} <= set(TOKENS if measured_by_us else range(1, 17))
 
 
 def test_public_tables_hold_no_times() -> None:
-    public = [table for table in gemm_tables.shipped() if table.source == PUBLIC]
-    assert {table.arch for table in public} == {"sm_100", "sm_103"}
-    for table in public:
-        for entry in table.entries:
+    public = [known for known in shipped("gemm") if known.origin == PUBLIC]
+    assert {known.header["arch"] for known in public} == {"sm_100", "sm_103"}
+    for known in public:
+        for entry in known:
             assert entry.linear_us is None
             assert entry.times == {}
-            assert entry.chosen is not None
-            if entry.chosen.config is not None:
-                assert entry.chosen.backend == "skinny"
-                assert entry.chosen.config.num_rows == entry.tokens
+            assert entry.kernel != "linear"
+            if entry.config is not None:
+                assert entry.kernel == "skinny"
+                assert entry.config.num_rows == entry.size
 
 
 def test_the_measured_table_knows_every_projection() -> None:
-    (table,) = (t for t in gemm_tables.shipped() if t.source == SHIPPED)
-    assert table.gpu == "NVIDIA H200"
+    (known,) = (t for t in shipped("gemm") if t.origin == SHIPPED)
+    assert known.header["gpu"] == "NVIDIA H200"
     for p in projections.shapes():
-        assert set(TOKEN_CLASSES) <= set(table.of_shape(p.n, p.k))
+        assert set(TOKEN_CLASSES) <= set(known.entries(problem_of(p.n, p.k)))
 
 
 def test_an_entry_survives_json() -> None:
-    for table in gemm_tables.shipped():
-        for entry in table.entries[:40]:
-            again = entry_of(
-                json.loads(json.dumps(entry.fields())),
-                entry.source,
-                measured=entry.source == SHIPPED,
-            )
+    for known in shipped("gemm"):
+        for entry in list(known)[:40]:
+            again = entry_of(entry.problem, json.loads(json.dumps(entry.fields())))
             assert again == entry
 
 
@@ -101,89 +158,83 @@ def test_an_entry_survives_json() -> None:
     ("num_tokens", "tokens"),
     [(1, 1), (2, 8), (7, 8), (8, 8), (9, 16), (17, 32), (33, 64), (64, 64)],
 )
-def test_a_number_of_tokens_takes_the_next_one_listed(num_tokens: int, tokens: int) -> None:
-    for kind in (SHIPPED, USER):
-        entries = tuple(measured(t, source=kind) for t in TOKEN_CLASSES)
-        table = gemm_tables.GemmTable(kind, H200.name, "sm_90", entries)
-        found = table.entry(N, K, num_tokens, residual=False)
-        assert found is not None and found.tokens == tokens
+def test_a_number_of_tokens_takes_the_next_one_listed(
+    num_tokens: int, tokens: int, only: Any
+) -> None:
+    for origin in (SHIPPED, USER):
+        only(table_with(*(measured(t) for t in TOKEN_CLASSES), origin=origin))
+        assert size_taken(num_tokens) == tokens
+        found = choose(ALL, N, K, num_tokens, H200)
+        assert (found.origin, found.config) == (origin, second(tokens))
 
 
-def test_no_call_takes_an_entry_from_beyond_its_class() -> None:
-    table = gemm_tables.GemmTable(USER, H200.name, "sm_90", (measured(4), measured(64)))
-    assert table.entry(N, K, 1, residual=False) is None
-    assert table.entry(N, K, 3, residual=False) == measured(4)
-    assert table.entry(N, K, 5, residual=False) is None
-    assert table.entry(N, K, 32, residual=False) is None
-    assert table.entry(N, K, 33, residual=False) == measured(64)
-    assert table.entry(N, K + 16, 4, residual=False) is None
+def test_no_call_takes_an_entry_from_beyond_its_class(only: Any) -> None:
+    only(table_with(measured(4), measured(64)))
+    taken = {m: size_taken(m) for m in (1, 3, 5, 32, 33)}
+    assert taken == {1: None, 3: 4, 5: None, 32: None, 33: 64}
+    assert size_taken(4, N, K + 16) is None
 
 
 def test_public_figures_hold_for_the_listed_numbers_only() -> None:
     """What a shape does not list is the framework's; a shape that is not there is unknown."""
-    listed = gemm_tables.entry(2112, 7168, 4, B200)
-    assert listed is not None and listed.chosen == Choice("fused_a", None)
+    listed = choose(ALL, 2112, 7168, 4, B200)
+    assert (listed.kernel, listed.origin) == ("fused_a", PUBLIC)
     for num_tokens in (3, 5, 17, 64):
-        other = gemm_tables.entry(2112, 7168, num_tokens, B200)
-        assert other is not None
-        assert (other.chosen, other.source, other.tokens) == (None, PUBLIC, num_tokens)
-    one = gemm_tables.entry(2112, 7168, 1, B200)
-    assert one is not None and one.chosen is not None and one.chosen.backend == "skinny"
-    assert gemm_tables.entry(7168, 14336, 1, B200) is None
-    assert gemm_tables.entry(7168, 14336, 1, B300) is not None
+        other = choose(ALL, 2112, 7168, num_tokens, B200)
+        assert (other.kernel, other.origin) == ("linear", PUBLIC)
+        assert other.reason.endswith(f"at M = {num_tokens}")
+    one = choose(ALL, 2112, 7168, 1, B200)
+    assert (one.kernel, one.origin) == ("skinny", PUBLIC)
+    assert choose(ALL, 7168, 14336, 1, B200).origin == "rule"
+    assert choose(ALL, 7168, 14336, 1, B300).origin == PUBLIC
 
 
 def test_a_residual_takes_its_own_entry_or_that_without() -> None:
-    with_one = gemm_tables.entry(7168, 3584, 4, B300, residual=True)
-    assert with_one is not None and with_one.residual and with_one.chosen is not None
-    without = gemm_tables.entry(7168, 3584, 4, B300)
-    assert without is not None and without.chosen is None
-    plain = gemm_tables.entry(3072, 7168, 4, H200, residual=True)
-    assert plain is not None and not plain.residual
+    with_one = choose(ALL, 7168, 3584, 4, B300, residual=True)
+    assert (with_one.kernel, with_one.origin) == ("skinny", PUBLIC)
+    assert choose(ALL, 7168, 3584, 4, B300).kernel == "linear"
+    plain = choose(ALL, 3072, 7168, 4, H200, residual=True)
+    assert ", without the residual" in plain.reason
+    assert plain.config == choose(ALL, 3072, 7168, 4, H200).config
 
 
 def test_a_table_holds_for_its_own_gpu_only() -> None:
-    assert gemm_tables.entry(2112, 7168, 8, H200) is not None
+    assert choose(ALL, 2112, 7168, 8, H200).origin == SHIPPED
     for gpu in (H100, A100):
-        assert gemm_tables.entry(2112, 7168, 8, gpu) is None
-    assert gemm_tables.why_unknown(2112, 7168, H100) == (
+        assert tables_of("gemm", gpu) == ()
+        assert choose(ALL, 2112, 7168, 8, gpu).origin == "rule"
+    assert why_unknown("gemm", "2112 x 7168", H100) == (
         "NVIDIA H100 80GB HBM3 has no measured table (that of NVIDIA H200 does not hold for it)"
     )
-    assert gemm_tables.why_unknown(2112, 7168, A100) == (
-        "NVIDIA A100-SXM4-80GB has no measured table"
-    )
-    assert gemm_tables.why_unknown(48, 7168, H200) == "48 x 7168 is not in the table of NVIDIA H200"
+    assert "NVIDIA A100-SXM4-80GB has no measured table" in why_unknown("gemm", "any", A100)
+    assert why_unknown("gemm", "48 x 7168", H200) == "48 x 7168 is not in the table of NVIDIA H200"
 
 
 def test_the_user_cache_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shipped = gemm_tables.entry(N, K, 8, H200)
-    assert shipped is not None and shipped.source == SHIPPED
-    before = gemm_tables.generation()
+    before = choose(ALL, N, K, 8, H200)
+    assert before.origin == SHIPPED
+    state = tables_state()
     with user_cache(tmp_path, monkeypatch, measured(8)):
-        assert gemm_tables.generation() > before
-        found = gemm_tables.entry(N, K, 8, H200)
-        assert found is not None
-        assert (found.source, found.chosen) == (USER, Choice("fused_a", second(8)))
-        assert found.date and found.sources
-        beside = gemm_tables.entry(N, K, 16, H200)
-        assert beside is not None and beside.source == SHIPPED
-        assert gemm_tables.entry(N, K, 8, B200) != found
-    assert gemm_tables.entry(N, K, 8, H200) == shipped
+        assert tables_state() > state
+        found = choose(ALL, N, K, 8, H200)
+        assert (found.origin, found.kernel, found.config) == (USER, "fused_a", second(8))
+        kept = cache.table("gemm", H200.name).entries(PROBLEM)[8]
+        assert kept.date and kept.sources
+        assert choose(ALL, N, K, 16, H200).origin == SHIPPED
+        assert choose(ALL, N, K, 8, B200) != found
+    assert choose(ALL, N, K, 8, H200) == before
 
 
 def test_a_user_cache_of_another_gpu_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured figures go before public ones, and a GPU without any gets some."""
-    from k3cupy.ops import gemm_cache
-
     monkeypatch.setenv("K3CUPY_CACHE_DIR", str(tmp_path))
     for gpu in (B200, A100):
-        gemm_cache.add([measured(4)], gpu)
-    gemm_tables.reload()
+        cache.add("gemm", [measured(4)], gpu)
+    cache.reload()
     for gpu in (B200, A100):
-        found = gemm_tables.entry(N, K, 4, gpu)
-        assert found is not None and found.source == USER
+        assert choose(ALL, N, K, 4, gpu).origin == USER
     monkeypatch.undo()
-    gemm_tables.reload()
+    cache.reload()
 
 
 # The GEMMs choose from the same tables
@@ -194,55 +245,73 @@ def test_the_gemms_take_the_fastest_of_their_own(
 ) -> None:
     entry = measured(8, fused_us=5.0, skinny_us=4.0, linear_us=4.5)
     with user_cache(tmp_path, monkeypatch, entry):
-        config, reason = fused_a_gemm_choice.choose(N, K, 5, H200)
-        assert config == second(8)
-        assert reason == (
-            "measured on NVIDIA H200 for 2112 x 7168, M = 8; F.linear was faster, 4.50 against "
-            "5.00 us"
-        )
-        skinny, reason = skinny_gemm_choice.choose(N, K, 5, H200)
-        assert skinny == replace(second(8, "skinny"), num_rows=5)
-        assert reason == "measured on NVIDIA H200 for 2112 x 7168, M = 8"
-    assert fused_a_gemm_choice.choose(N, K, 5, H200)[0] != second(8)
+        fused = choose(("fused_a",), N, K, 5, H200)
+        assert (fused.kernel, fused.config) == ("fused_a", second(8))
+        said = "measured on NVIDIA H200 at M = 8: {:.2f} us, F.linear 4.50 us"
+        assert fused.reason == said.format(5)
+        skinny = choose(("skinny",), N, K, 5, H200)
+        assert skinny.config == replace(second(8, "skinny"), num_rows=5)
+        assert skinny.reason == said.format(4)
+    assert choose(("fused_a",), N, K, 5, H200).config != second(8)
 
 
 def test_a_choice_that_does_not_fit_the_gpu_is_passed_over() -> None:
     small = replace(H200, shared_memory_optin=101_376)
     for tokens in (1, 16, 64):
-        config, _ = fused_a_gemm_choice.choose(N, K, tokens, small)
-        assert config.is_valid(small)
+        assert choose(("fused_a",), N, K, tokens, small).config.is_valid(small)
 
 
 def test_batch_invariance_takes_one_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A user cache that lacks a class of tokens decides nothing, or orders would mix."""
-    before = fused_a_gemm_choice.choose(N, K, 8, H200, batch_invariant=True)[0]
+    before = choose(("fused_a",), N, K, 8, H200, batch_invariant=True).config
     with user_cache(tmp_path, monkeypatch, measured(8)):
         for tokens in (1, 8, 40):
-            config, _ = fused_a_gemm_choice.choose(N, K, tokens, H200, batch_invariant=True)
-            assert config.order == before.order
+            found = choose(("fused_a",), N, K, tokens, H200, batch_invariant=True)
+            assert found.config.order == before.order
 
 
 # Entries
 
 
-def test_fastest_of() -> None:
+def test_the_fastest_of_an_entry() -> None:
     fused, skinny = second(8), second(8, "skinny")
-    times = {"fused_a": {fused: 3.0}, "skinny": {skinny: 2.0}}
-    assert fastest_of(4.0, times) == Choice("skinny", skinny)
-    assert fastest_of(None, times) == Choice("skinny", skinny)
-    assert fastest_of(2.0, times) is None
-    assert fastest_of(4.0, {}) is None
+    ours = {"fused_a": {fused: 3.0}, "skinny": {skinny: 2.0}}
+
+    def fastest(times: Any) -> tuple[str, Any, float | None]:
+        entry = table.measured(PROBLEM, 8, times)
+        return entry.kernel, entry.config, entry.us
+
+    assert fastest({"linear": {None: 4.0}, **ours}) == ("skinny", skinny, 2.0)
+    assert fastest(ours) == ("skinny", skinny, 2.0)
+    assert fastest({"linear": {None: 2.0}, **ours}) == ("linear", None, 2.0)
+    assert fastest({"linear": {None: 4.0}}) == ("linear", None, 4.0)
+
+
+def test_what_is_as_good_as_the_fastest_may_be_preferred() -> None:
+    """Within 1%, as two runs differ; what is clearly slower, or was not measured, may not."""
+    first, other = second(8), second(16)
+    for us, is_refused in ((3.02, False), (3.1, True)):
+        times = {"fused_a": {first: 3.0, other: us}}
+        if is_refused:
+            with pytest.raises(ValueError, match="not as good as the fastest"):
+                table.measured(PROBLEM, 8, times, preferred=other)
+        else:
+            entry = table.measured(PROBLEM, 8, times, preferred=other)
+            assert (entry.config, entry.us) == (other, us)
+            assert entry_of(PROBLEM, json.loads(json.dumps(entry.fields()))) == entry
+    with pytest.raises(ValueError, match="not as good as the fastest"):
+        table.measured(PROBLEM, 8, {"fused_a": {first: 3.0}}, preferred=other)
 
 
 def test_keys_of_configurations() -> None:
-    for backend in ("fused_a", "skinny"):
-        config = second(8, backend)
-        assert config_of(backend, key_of(config)) == config
+    for kernel in ("fused_a", "skinny"):
+        config = second(8, kernel)
+        assert config_of(kernel, key_of(config)) == config
     assert key_of(config_of("skinny", "1/224/2/4/8")) == "1/224/2/4/8"
 
 
 @pytest.mark.parametrize(
-    ("backend", "key"),
+    ("kernel", "key"),
     [
         ("fused_a", "8/16/512"),
         ("fused_a", "8/16/512/8/8/8/1/1/4/9/9/9"),
@@ -255,6 +324,6 @@ def test_keys_of_configurations() -> None:
         ("cutlass", "1/224/2/4/8"),
     ],
 )
-def test_keys_of_nothing_that_runs(backend: str, key: str) -> None:
-    with pytest.raises(ValueError, match=backend):
-        config_of(backend, key)
+def test_keys_of_nothing_that_runs(kernel: str, key: str) -> None:
+    with pytest.raises(ValueError, match=kernel):
+        config_of(kernel, key)

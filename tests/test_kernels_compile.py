@@ -10,56 +10,51 @@ from pathlib import Path
 
 import pytest
 from toolchain_helpers import (
+    OTHERS,
+    Code,
     Inspected,
     Instruction,
+    code_of,
+    in_programs,
     inspect,
     needs_disassembler,
     order_problems,
     reached,
-    resources_of,
-    sass_of,
     share_of,
     shipped_instances,
+    spills,
     write,
 )
 
-from k3cupy.ops.mla_decode_config import CANDIDATES, SOURCE, MlaDecodeConfig, MlaDecodeVariant
+from k3cupy.kernels.mla_decode import CANDIDATES, SOURCE, MlaDecodeConfig, Variant
 from k3cupy.runtime import sources
 from k3cupy.runtime.errors import CompileError
-from k3cupy.runtime.offline import ARCHITECTURES, Cubin, compile_cubin
+from k3cupy.runtime.offline import compile_cubin
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC and cuda-core")
+pytestmark = pytest.mark.compiles
 
 MAX_REGISTERS = {True: 72, False: 96}
 """By `vector`. A multiprocessor has 65,536 registers for 2,048 threads (1,536 from sm_86 to sm_89
 and on sm_120). 72 let 864 threads live on it in blocks of 288, each with all its loads under way;
 the element-wise kernels hold twice as many pieces and are no fast path."""
 
-GROUP = 40
-"""Instances of one program: starting the compiler and reading the headers is paid once."""
-
-FULL_PRODUCT = 400
-"""Instances that two cores compile for all architectures in about two minutes. When the tables name
-more, sm_90 still gets all of them and the others a share that moves on every day."""
-
 SHIPPED = shipped_instances()
-GROUPS = [SHIPPED[start : start + GROUP] for start in range(0, len(SHIPPED), GROUP)]
 
 
-@pytest.mark.parametrize("group", range(len(GROUPS)))
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_every_instance(arch: str, group: int) -> None:
+@in_programs(sm_90=3, everything=3)
+def test_every_instance(arch: str, part: slice) -> None:
     """It compiles, nothing spills, the registers stay within bounds, and PDL is used in order."""
+    size = len(SHIPPED) if arch == "sm_90" else OTHERS
     wanted = [
         Inspected(
             shipped.name,
             MAX_REGISTERS[shipped.variant.vector],
             may_skip_the_wait=shipped.variant.kv_inputs_ready,
         )
-        for shipped in share_of(GROUPS[group], arch, -(-len(SHIPPED) // FULL_PRODUCT))
+        for shipped in share_of(SHIPPED, f"mla_decode for {arch}", size)
     ]
-    # Reading every instruction takes as long as compiling: sm_90 stands for those that have PDL.
-    inspect(SOURCE, wanted, arch, read_code=arch == "sm_90" or group == 0)
+    inspect(SOURCE, wanted[part], arch)
 
 
 def test_the_kernels_of_the_benchmark_compile() -> None:
@@ -69,15 +64,15 @@ def test_the_kernels_of_the_benchmark_compile() -> None:
         for cache in ("false", "true")
         for split in (1, 3)
     ]
-    assert len(compile_cubin("bench_public_structure.cu", names, "sm_90").symbols) == 8
+    assert len(compile_cubin("bench/public_structure.cu", names, "sm_90").symbols) == 8
     names = ["k3cupy::empty_kernel", "k3cupy::read_all"]
-    assert len(compile_cubin("bench_chain.cu", names, "sm_90").symbols) == 2
-    assert compile_cubin("bench_row_copy.cu", ["k3cupy::copy_rows"], "sm_90").symbols
+    assert len(compile_cubin("bench/chain.cu", names, "sm_90").symbols) == 2
+    assert compile_cubin("bench/row_copy.cu", ["k3cupy::copy_rows"], "sm_90").symbols
 
 
 def test_every_candidate_of_the_benchmark_compiles() -> None:
     """What the tables may come to name, and some more that `is_valid` allows."""
-    variant = MlaDecodeVariant("bfloat16", cache="ds_mla", rope=True)
+    variant = Variant("bfloat16", cache="ds_mla", rope=True)
     more = [
         MlaDecodeConfig(0, 72, 1),
         MlaDecodeConfig(0, 936, 1),
@@ -88,7 +83,8 @@ def test_every_candidate_of_the_benchmark_compiles() -> None:
         MlaDecodeConfig(3, 1024, 1),
     ]
     assert all(config.is_valid() for config in (*CANDIDATES, *more))
-    names = [config.name_expression(variant) for config in (*CANDIDATES, *more)]
+    some = (*share_of(CANDIDATES, "candidates of mla_decode", 6), *more)
+    names = [config.name_expression(variant) for config in some]
     assert set(compile_cubin(SOURCE, names, "sm_90").symbols) == set(names)
 
 
@@ -101,7 +97,7 @@ def test_the_compiler_refuses_what_is_not_valid(config: tuple[int, int, int]) ->
     """The static assertions of the kernel and `is_valid` agree."""
     impossible = MlaDecodeConfig(*config)
     assert not impossible.is_valid()
-    name = impossible.name_expression(MlaDecodeVariant("bfloat16"))
+    name = impossible.name_expression(Variant("bfloat16"))
     with pytest.raises(CompileError):
         compile_cubin(SOURCE, [name], "sm_90")
 
@@ -109,17 +105,22 @@ def test_the_compiler_refuses_what_is_not_valid(config: tuple[int, int, int]) ->
 # The copy of bf16 rows by 128-bit accesses
 
 
-def copy_instance(arch: str, *, kv_inputs_ready: bool = False) -> list[Instruction]:
-    variant = MlaDecodeVariant("bfloat16", kv_inputs_ready=kv_inputs_ready)
-    cubin = compile_cubin(SOURCE, [MlaDecodeConfig(3, 256, 1).name_expression(variant)], arch)
-    (program,) = sass_of(cubin.code).values()
-    return program
+COPY, PROMISED = (
+    MlaDecodeConfig(3, 256, 1).name_expression(Variant("bfloat16", kv_inputs_ready=kv_inputs_ready))
+    for kv_inputs_ready in (False, True)
+)
+one_worker = pytest.mark.xdist_group("code of mla_decode")
 
 
+def program_of(name: str, arch: str) -> list[Instruction]:
+    return code_of(SOURCE, [COPY, PROMISED], arch)[name].program
+
+
+@one_worker
 @needs_disassembler
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_copy_moves_rows_by_128_bit_accesses(arch: str) -> None:
-    program = copy_instance(arch)
+    program = program_of(COPY, arch)
     stores = [i for i in program if i.is_store]
     loads = [i for i in program if i.is_load]
     assert {i.opcode for i in stores} == {"STG.E.128"}
@@ -132,10 +133,11 @@ def test_copy_moves_rows_by_128_bit_accesses(arch: str) -> None:
     assert len(stores) >= 4
 
 
+@one_worker
 @needs_disassembler
 def test_pdl_wait_is_there_where_the_gpu_has_it() -> None:
-    assert not any(i.is_wait for i in copy_instance("sm_80"))
-    plain, promised = copy_instance("sm_90"), copy_instance("sm_90", kv_inputs_ready=True)
+    assert not any(i.is_wait for i in program_of(COPY, "sm_80"))
+    plain, promised = program_of(COPY, "sm_90"), program_of(PROMISED, "sm_90")
     for program in (plain, promised):
         assert any(i.is_wait for i in program)
         assert not any(i.is_release for i in program)
@@ -168,7 +170,7 @@ __global__ void wrong(float* data, const int* index) {
 
 
 @pytest.fixture(scope="module")
-def wrong(tmp_path_factory: pytest.TempPathFactory) -> Cubin:
+def wrong(tmp_path_factory: pytest.TempPathFactory) -> list[Code]:
     """Four kernels, of which only the last is right."""
     folder = tmp_path_factory.mktemp("wrong")
     (folder / "common").mkdir()
@@ -176,29 +178,23 @@ def wrong(tmp_path_factory: pytest.TempPathFactory) -> Cubin:
     write(folder / header, (sources.shipped() / header).read_text(encoding="utf-8"))
     write(folder / "wrong.cu", WRONG)
     with sources.source_dir(folder):
-        return compile_cubin("wrong.cu", [f"wrong<{case}>" for case in range(4)], "sm_90")
+        return list(code_of("wrong.cu", [f"wrong<{case}>" for case in range(4)], "sm_90").values())
 
 
 @needs_disassembler
-@pytest.mark.parametrize(
-    ("case", "found"),
-    [(0, ["before the wait"]), (1, ["a store after the release"]), (2, []), (3, [])],
-)
-def test_the_checks_see_a_wrong_order(wrong: Cubin, case: int, found: list[str]) -> None:
-    program = sass_of(wrong.code)[wrong.symbols[f"wrong<{case}>"]]
-    problems = order_problems(program, has_pdl=True, may_skip_the_wait=False)
-    assert bool(problems) == bool(found)
-    assert all(any(text in problem for problem in problems) for text in found)
-    assert order_problems(program, has_pdl=False, may_skip_the_wait=False)
-
-
-@needs_disassembler
-def test_the_checks_see_local_memory(wrong: Cubin) -> None:
-    resources, programs = resources_of(wrong.code), sass_of(wrong.code)
-    for case in range(4):
-        symbol = wrong.symbols[f"wrong<{case}>"]
-        assert bool(resources[symbol].stack + resources[symbol].local) == (case == 2)
-        assert any(i.is_local for i in programs[symbol]) == (case == 2)
+def test_the_checks_see_a_wrong_order_and_local_memory(wrong: list[Code]) -> None:
+    found = [["before the wait"], ["a store after the release"], [], []]
+    for case, (code, expected) in enumerate(zip(wrong, found, strict=True)):
+        problems = order_problems(code.program, has_pdl=True, may_skip_the_wait=False)
+        assert bool(problems) == bool(expected)
+        assert all(any(text in problem for problem in problems) for text in expected)
+        assert order_problems(code.program, has_pdl=False, may_skip_the_wait=False)
+        assert bool(spills(code.used)) == (case == 2)
+        assert any(i.is_local for i in code.program) == (case == 2)
+        told = Inspected("wrong", max_registers=255)
+        assert bool(told.resource_problems(code.used, "sm_90")) == (case == 2)
+        assert bool(told.code_problems(code.program, "sm_90")) == (case != 3)
+        assert Inspected("wrong", max_registers=2).resource_problems(code.used, "sm_90")
 
 
 # Errors

@@ -1,29 +1,28 @@
-"""Every prefill kernel that a call can reach compiles for every architecture, to sound code.
-
-And what the host passes is what the kernel takes: names, order and types of the arguments.
-"""
+"""Every prefill kernel that a call can reach compiles for every architecture, to sound code."""
 
 from __future__ import annotations
 
 import itertools
 import re
-from typing import Any
 
-import numpy as np
 import pytest
 from toolchain_helpers import (
+    OTHERS,
     Inspected,
     Instruction,
+    code_of,
+    in_programs,
     inspect,
     needs_disassembler,
-    sass_of,
     share_of,
 )
 
 import k3cupy
-from k3cupy.ops import mla_prefill_arguments
-from k3cupy.ops.mla_prefill_config import (
+from k3cupy.accept.mla_prefill import SIGNATURES
+from k3cupy.choose.mla import configs
+from k3cupy.kernels.mla_prefill import (
     CANDIDATES,
+    FEW_ROWS,
     INSERTS,
     KEY_CONCAT,
     KEY_CONCAT_DS_MLA,
@@ -33,15 +32,13 @@ from k3cupy.ops.mla_prefill_config import (
     QKV_QUANT,
     SOURCE,
     MlaPrefillConfig,
-    MlaPrefillVariant,
-    dispatched_configs,
+    Variant,
 )
-from k3cupy.ops.mla_prefill_validate import OPERATIONS, validate
-from k3cupy.runtime import sources
 from k3cupy.runtime.errors import CompileError
-from k3cupy.runtime.offline import ARCHITECTURES, compile_cubin
+from k3cupy.runtime.offline import compile_cubin
 
-nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC and cuda-core")
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC and cuda-core")
+pytestmark = pytest.mark.compiles
 
 MAX_REGISTERS = 120
 """A block has 512 threads at most. With 120 registers one of them lives on a multiprocessor, with
@@ -50,22 +47,23 @@ MAX_REGISTERS = 120
 MAX_SHARED = 12 * 1024
 """The hash table of the cache blocks, and what the driver keeps for itself."""
 
-FULL_PRODUCT = 30
-"""Instances that two cores compile for all architectures in about twenty seconds."""
-
 VARIANTS = [
     variant
     for variant in itertools.starmap(
-        MlaPrefillVariant,
+        Variant,
         itertools.product(OPS, ("bfloat16", "float16"), *([(False, True)] * 3)),
     )
     if variant.is_valid()
 ]
 
 
-def inspected(variant: MlaPrefillVariant, config: MlaPrefillConfig) -> Inspected:
+def inspected(variant: Variant, config: MlaPrefillConfig) -> Inspected:
     shared = MAX_SHARED if variant.op in INSERTS else 0
     return Inspected(config.name_expression(variant), MAX_REGISTERS, shared)
+
+
+def configs_of(variant: Variant) -> tuple[MlaPrefillConfig, ...]:
+    return configs("mla_prefill", variant.kind) if variant.vector else (FEW_ROWS,)
 
 
 # A dictionary, because the copy of 16-bit values is one instance for both types.
@@ -73,34 +71,30 @@ SHIPPED = list(
     {
         instance.name: instance
         for variant in VARIANTS
-        for instance in (inspected(variant, config) for config in dispatched_configs(variant))
+        for instance in (inspected(variant, config) for config in configs_of(variant))
     }.values()
 )
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_every_instance(arch: str) -> None:
+@in_programs(sm_90=1, everything=1)
+def test_every_instance(arch: str, part: slice) -> None:
     """It compiles, nothing spills, the registers stay within bounds, and PDL is used in order."""
-    wanted = share_of(SHIPPED, arch, -(-len(SHIPPED) // FULL_PRODUCT))
-    inspect(SOURCE, wanted, arch, read_code=arch in ("sm_80", "sm_90"))
+    size = len(SHIPPED) if arch == "sm_90" else OTHERS
+    inspect(SOURCE, share_of(SHIPPED, f"mla_prefill for {arch}", size)[part], arch)
 
 
-@pytest.mark.parametrize(
-    "variant",
-    [
-        MlaPrefillVariant(KEY_CONCAT_DS_MLA, rope=True),
-        MlaPrefillVariant(QKV_QUANT, "float16", rope=True),
-        MlaPrefillVariant(KV_CONCAT),
-        MlaPrefillVariant(KV_CONCAT_QUANT, k_pe_fp8=True),
-        MlaPrefillVariant(QKV_QUANT, rope=True, vector=False),
-    ],
-    ids=str,
-)
-def test_every_candidate_compiles(variant: MlaPrefillVariant) -> None:
+def test_every_candidate_compiles() -> None:
     """What the tables may come to name, and what `config=` accepts."""
     assert all(config.is_valid() for config in CANDIDATES)
-    wanted = [inspected(variant, config) for config in CANDIDATES]
-    inspect(SOURCE, wanted, "sm_90", read_code=False)
+    variants = [
+        Variant(KEY_CONCAT_DS_MLA, rope=True),
+        Variant(QKV_QUANT, "float16", rope=True),
+        Variant(KV_CONCAT),
+        Variant(KV_CONCAT_QUANT, k_pe_fp8=True),
+        Variant(QKV_QUANT, rope=True, vector=False),
+    ]
+    wanted = [inspected(variant, config) for variant in variants for config in CANDIDATES]
+    inspect(SOURCE, share_of(wanted, "candidates of mla_prefill", 14), "sm_90")
 
 
 @pytest.mark.parametrize("tasks", [4, 12])
@@ -110,16 +104,30 @@ def test_the_compiler_refuses_what_is_not_valid(tasks: int) -> None:
     assert not config.is_valid()
     for op in OPS:
         with pytest.raises(CompileError):
-            compile_cubin(SOURCE, [config.name_expression(MlaPrefillVariant(op))], "sm_90")
+            compile_cubin(SOURCE, [config.name_expression(Variant(op))], "sm_90")
 
 
 # Width and order of the accesses
 
 
-def program_of(variant: MlaPrefillVariant, config: MlaPrefillConfig) -> list[Instruction]:
-    cubin = compile_cubin(SOURCE, [config.name_expression(variant)], "sm_90")
-    (program,) = sass_of(cubin.code).values()
-    return program
+COPIES = [
+    (variant, heads)
+    for variant in (
+        Variant(KV_CONCAT),
+        Variant(KV_CONCAT_QUANT),
+        Variant(KV_CONCAT_QUANT, "float16", k_pe_fp8=True),
+    )
+    for heads in (1, 4)
+]
+INSERTED = [Variant(op, rope=rope) for op in (KEY_CONCAT, QKV_QUANT) for rope in (False, True)]
+one_worker = pytest.mark.xdist_group("code of mla_prefill")
+
+
+def program_of(variant: Variant, heads: int) -> list[Instruction]:
+    looked_at = [*COPIES, *((inserted, 4) for inserted in INSERTED)]
+    names = [MlaPrefillConfig(8, count).name_expression(each) for each, count in looked_at]
+    name = MlaPrefillConfig(8, heads).name_expression(variant)
+    return code_of(SOURCE, names, "sm_90")[name].program
 
 
 def is_row_load(instruction: Instruction) -> bool:
@@ -127,19 +135,11 @@ def is_row_load(instruction: Instruction) -> bool:
     return instruction.is_load and ".128" in instruction.opcode
 
 
+@one_worker
 @needs_disassembler
-@pytest.mark.parametrize("heads", [1, 4])
-@pytest.mark.parametrize(
-    "variant",
-    [
-        MlaPrefillVariant(KV_CONCAT),
-        MlaPrefillVariant(KV_CONCAT_QUANT),
-        MlaPrefillVariant(KV_CONCAT_QUANT, "float16", k_pe_fp8=True),
-    ],
-    ids=str,
-)
-def test_rows_move_by_128_bit_accesses(variant: MlaPrefillVariant, heads: int) -> None:
-    program = program_of(variant, MlaPrefillConfig(8, heads))
+@pytest.mark.parametrize(("variant", "heads"), COPIES, ids=str)
+def test_rows_move_by_128_bit_accesses(variant: Variant, heads: int) -> None:
+    program = program_of(variant, heads)
     loads = [i for i in program if i.is_load]
     stores = [i for i in program if i.is_store]
     # Single chunks are read past L1, neighbouring ones through it.
@@ -153,115 +153,35 @@ def test_rows_move_by_128_bit_accesses(variant: MlaPrefillVariant, heads: int) -
     assert len(loads) >= heads + 1
 
 
+@one_worker
 @needs_disassembler
-@pytest.mark.parametrize("op", [KEY_CONCAT, QKV_QUANT])
-@pytest.mark.parametrize("rope", [False, True])
-def test_inserts_move_rows_by_128_bit_accesses(op: str, rope: bool) -> None:
+@pytest.mark.parametrize("variant", INSERTED, ids=str)
+def test_inserts_move_rows_by_128_bit_accesses(variant: Variant) -> None:
     """The cache rows of 576 codes are written 8 bytes a lane; all else is 128 bits wide."""
-    program = program_of(MlaPrefillVariant(op, rope=rope), MlaPrefillConfig(8, 4))
+    program = program_of(variant, 4)
     stores = {i.opcode for i in program if i.is_store}
-    assert stores <= ({"STG.E.128"} if op == KEY_CONCAT else {"STG.E.128", "STG.E.64"})
+    assert stores <= ({"STG.E.128"} if variant.op == KEY_CONCAT else {"STG.E.128", "STG.E.64"})
     rows = [i for i in program if is_row_load(i)]
-    assert len(rows) >= 4 + 4 * (op == QKV_QUANT)
+    assert len(rows) >= 4 + 4 * (variant.op == QKV_QUANT)
     assert not any(re.search(r"\.[US](8|16)\b", i.opcode) for i in program if i.is_load)
-
-
-# The arguments
-
-CTYPES: dict[str, Any] = {"unsigned int": np.uint32, "float": np.float32, "long long": int}
-
-
-def parameters(kernel: str) -> list[tuple[str, str]]:
-    """The (type, name) of each parameter in the kernel's source; pointers and strides in short."""
-    source = (sources.shipped() / SOURCE).read_text(encoding="utf-8")
-    found = re.search(rf"\b{kernel}\(\s*((?:[^()]|//)*?)\)\s*\{{", source)
-    assert found, kernel
-    text = re.sub(r"//.*", "", found[1])
-    pairs = []
-    for parameter in text.split(","):
-        kind, name = parameter.strip().rsplit(" ", 1)
-        if kind.endswith("*"):
-            kind = "pointer"
-        elif "StrideOf" in kind:
-            kind = "stride"
-        pairs.append((kind, name))
-    return pairs
-
-
-def numpy_call(op: str, *, rope: bool, odd: bool) -> tuple[Any, ...]:
-    """Arguments of a small call; with `odd`, rows off a multiple of 16 bytes."""
-    bf16 = np.dtype("bfloat16")
-    width = 129 if odd else 128
-    inputs: dict[str, Any] = {
-        "q": np.zeros((3, 2, 192), bf16),
-        "k_nope": np.zeros((3, 2, width), bf16)[..., :128],
-        "k_pe": np.zeros((3, 64), bf16),
-        "kv_c_normed": np.zeros((3, 512), bf16),
-        "v": np.zeros((3, 2, 128), bf16),
-        "kv_cache": {
-            KEY_CONCAT: np.zeros((2, 4, 576), bf16),
-            KEY_CONCAT_DS_MLA: np.zeros((2, 4, 656), np.uint8),
-        }.get(op, np.zeros((2, 4, 576), np.uint8)),
-        "slot_mapping": np.arange(3),
-        "positions": np.arange(3, dtype=np.int32) if rope else None,
-        "cos_sin_cache": np.zeros((8, 64), np.float32) if rope else None,
-    }
-    return tuple(inputs.get(name, 1.0) for name in OPERATIONS[op].inputs)
-
-
-@pytest.mark.parametrize("odd", [False, True])
-@pytest.mark.parametrize("rope", [False, True])
-@pytest.mark.parametrize("op", OPS)
-def test_arguments_are_the_kernels_parameters(op: str, rope: bool, odd: bool) -> None:
-    operation = OPERATIONS[op]
-    values = (*numpy_call(op, rope=rope, odd=odd), *(None for _ in operation.out_names))
-    problem = validate(operation, values)
-    assert problem.variant.vector is not odd
-    config = MlaPrefillConfig(8, 4)
-    grid = config.grid(problem.variant, 3, 2, 132)
-    arguments = mla_prefill_arguments.fixed_arguments(problem, grid)
-    kernel = config.name_expression(problem.variant).split("<")[0].removeprefix("k3cupy::")
-    wanted = parameters(kernel)
-    assert [name for _, name in wanted] == list(mla_prefill_arguments.NAMES[op])
-    stride = np.int64 if odd else np.uint32
-    types = {**CTYPES, "pointer": int, "stride": stride}
-    for (kind, name), value in zip(wanted, arguments, strict=True):
-        given = int if name.endswith("_stride") and value == 0 else type(value)
-        assert given in (types[kind], int if kind == "pointer" else types[kind]), name
-        assert isinstance(value, types[kind]), (name, kind, type(value))
-    for place, index in mla_prefill_arguments.pointers_of(problem):
-        assert wanted[place] == ("pointer", operation.arguments.names[index])
-    for place, name in zip(
-        mla_prefill_arguments.outputs_of(problem), operation.outputs, strict=True
-    ):
-        assert wanted[place] == ("pointer", name)
-    for scale, place in mla_prefill_arguments.scales_of(problem).items():
-        assert wanted[place] == ("float", scale.replace("_inv", "_value"))
 
 
 # The grid
 
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v.vector], ids=str)
-@pytest.mark.parametrize("config", CANDIDATES, ids=str)
-def test_the_grid_covers_every_row_once(
-    variant: MlaPrefillVariant, config: MlaPrefillConfig
-) -> None:
-    assert config.threads(variant) % 32 == 0
-    assert config.threads(variant) <= 512
-    for tokens, heads, sms in itertools.product(
-        (0, 1, 7, 256, 257, 4096, 65_536, 131_072), (1, 5, 12, 96), (1, 132)
+def test_the_grid_covers_every_row_once(variant: Variant) -> None:
+    for config, tokens, heads, sms in itertools.product(
+        CANDIDATES, (0, 1, 7, 256, 257, 4096, 65_536, 131_072), (1, 5, 12, 96), (1, 132)
     ):
+        warps = config.threads(variant) // 32
+        assert config.threads(variant) == 32 * warps <= 512
         grid = config.grid(variant, tokens, heads, sms)
         assert grid.groups * config.heads_per_task >= heads
         assert (grid.groups - 1) * config.heads_per_task < heads
         assert grid.num_tasks == tokens * grid.groups
-        assert (
-            0
-            <= grid.row_blocks * config.tasks_per_block - grid.num_tasks
-            < (config.tasks_per_block)
-        )
-        warps = config.threads(variant) // 32
+        unused = grid.row_blocks * config.tasks_per_block - grid.num_tasks
+        assert 0 <= unused < config.tasks_per_block
         assert (grid.tokens_per_block == warps) == (tokens <= 256), "the kernel goes by it"
         assert grid.tokens_per_block <= 512
         if variant.op in INSERTS:
@@ -272,4 +192,4 @@ def test_the_grid_covers_every_row_once(
 
 def test_public_names() -> None:
     assert all(callable(getattr(k3cupy, op)) for op in OPS)
-    assert set(OPS) == set(OPERATIONS)
+    assert set(OPS) == set(SIGNATURES)

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
-from importlib import resources
-from typing import Any
 
 import pytest
 
-from k3cupy.ops import mla_prefill_config
-from k3cupy.ops.measured_table import MeasuredTable
-from k3cupy.ops.mla_prefill_config import (
+from k3cupy.choose.mla import choose_prefill, configs
+from k3cupy.choose.table import AS_GOOD, Table, measured, parts_of, shipped, table_text
+from k3cupy.kernels.mla_prefill import (
     CANDIDATES,
     FEW_ROWS,
     MANY_ROWS,
     OPS,
     MlaPrefillConfig,
-    MlaPrefillVariant,
-    choose,
-    dispatched_configs,
+    Variant,
 )
 from k3cupy.runtime.devices import DeviceInfo
 
-SHIPPED: dict[str, Any] = json.loads(
-    resources.files("k3cupy.ops").joinpath("tables/mla_prefill.json").read_text("utf-8")
-)
 OP = OPS[0]
 
 
@@ -34,78 +26,93 @@ def gpu(name: str = "X", num_sms: int = 100) -> DeviceInfo:
     return DeviceInfo(0, name, (9, 0), num_sms, 232_448)
 
 
+def only(monkeypatch: pytest.MonkeyPatch, *known: Table) -> None:
+    """Let calls choose from these tables alone."""
+
+    def of_a_gpu(_: str, gpu: DeviceInfo) -> tuple[Table, ...]:
+        return tuple(table for table in known if table.header["gpu"] == gpu.name)
+
+    def elsewhere(_: str, gpu: DeviceInfo) -> tuple[Table, ...]:
+        return tuple(table for table in known if table.header["gpu"] != gpu.name)
+
+    monkeypatch.setattr("k3cupy.choose.mla.tables_of", of_a_gpu)
+    monkeypatch.setattr("k3cupy.choose.mla.measured_elsewhere", elsewhere)
+    monkeypatch.setattr("k3cupy.choose.mla.shipped", lambda _: known)
+
+
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One GPU of 100 SMs, one operation, two numbers of rows."""
+    """One GPU of 100 SMs, one operation, three numbers of rows."""
     entries = [
-        {"kind": OP, "num_rows": rows, "chosen": vars(config)}
+        measured(OP, rows, {"mla_prefill": {config: 1.0}})
         for rows, config in ((12, CANDIDATES[0]), (1200, CANDIDATES[3]), (12_000, CANDIDATES[3]))
     ]
-    text = json.dumps({"gpus": {"X": {"num_sms": 100, "entries": entries}}})
-    monkeypatch.setattr(mla_prefill_config, "TABLE", MeasuredTable(lambda: text, MlaPrefillConfig))
+    header, problems = parts_of(table_text({"schema": 2, "gpu": "X", "num_sms": 100}, entries))
+    only(monkeypatch, Table("shipped", header, problems))
 
 
 @pytest.fixture
 def no_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = MeasuredTable(lambda: '{"gpus": {}}', MlaPrefillConfig)
-    monkeypatch.setattr(mla_prefill_config, "TABLE", empty)
+    only(monkeypatch)
 
 
 def test_the_nearest_entry(table: None) -> None:
-    variant = MlaPrefillVariant(OP, rope=True)
-    assert choose(variant, 2, 12, gpu()) == (CANDIDATES[0], "measured on X at 12 rows, here 24")
-    assert choose(variant, 90, 12, gpu())[0] == CANDIDATES[3]
-    assert choose(variant, 0, 12, gpu())[0] == CANDIDATES[0]
+    variant = Variant(OP, rope=True)
+    found = choose_prefill(variant, 2, 12, gpu())
+    assert (found.kernel, found.config, found.origin) == ("mla_prefill", CANDIDATES[0], "shipped")
+    assert found.reason == "measured on X at 12 rows, here 24"
+    assert choose_prefill(variant, 90, 12, gpu()).config == CANDIDATES[3]
+    assert choose_prefill(variant, 0, 12, gpu()).config == CANDIDATES[0]
 
 
 def test_another_gpu_counts_rows_a_multiprocessor(table: None) -> None:
-    config, reason = choose(MlaPrefillVariant(OP), 10, 12, gpu("Y", 10))
-    assert config == CANDIDATES[3]
-    assert reason == (
+    found = choose_prefill(Variant(OP), 10, 12, gpu("Y", 10))
+    assert (found.config, found.origin) == (CANDIDATES[3], "rule")
+    assert found.reason == (
         "Y has no measured table; 120 rows on 10 SMs take the choice of X at 1200 rows (100 SMs)"
     )
 
 
-def test_dispatched_configs_follow_the_table(table: None) -> None:
+def test_configurations_follow_the_table(table: None) -> None:
     """So the tests of the machine code, and warmup, see whatever a new table names."""
-    assert dispatched_configs(MlaPrefillVariant(OP)) == (CANDIDATES[0], CANDIDATES[3])
-    assert dispatched_configs(MlaPrefillVariant(OP, vector=False)) == (FEW_ROWS,)
+    for of in (None, gpu(), gpu("Y", 10)):
+        assert configs("mla_prefill", Variant(OP).kind, of) == (CANDIDATES[0], CANDIDATES[3])
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_the_rule_without_a_table(op: str, no_table: None) -> None:
-    variant = MlaPrefillVariant(op)
-    few, reason = choose(variant, 1, 12, gpu())
-    assert few == FEW_ROWS
-    assert reason == "no measured table has this operation; 12 rows on 100 SMs are few"
-    many, reason = choose(variant, 4096, 12, gpu())
-    assert many == MANY_ROWS
-    assert reason.endswith("49152 rows on 100 SMs are many")
-    assert dispatched_configs(variant) == (FEW_ROWS, MANY_ROWS)
+    variant = Variant(op)
+    few = choose_prefill(variant, 1, 12, gpu())
+    assert (few.config, few.origin) == (FEW_ROWS, "rule")
+    assert few.reason == "no measured table has this operation; 12 rows on 100 SMs are few"
+    many = choose_prefill(variant, 4096, 12, gpu())
+    assert many.config == MANY_ROWS
+    assert many.reason.endswith("49152 rows on 100 SMs are many")
+    assert configs("mla_prefill", variant.kind, gpu()) == (FEW_ROWS, MANY_ROWS)
 
 
 def test_an_operation_that_the_table_lacks_takes_the_rule(table: None) -> None:
-    assert choose(MlaPrefillVariant(OPS[1]), 1, 12, gpu())[0] == FEW_ROWS
+    assert choose_prefill(Variant(OPS[1]), 1, 12, gpu()).config == FEW_ROWS
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_the_element_wise_kernel_has_one(op: str) -> None:
-    config, reason = choose(MlaPrefillVariant(op, vector=False), 5000, 12, gpu())
-    assert config == FEW_ROWS
-    assert "element-wise" in reason
+def test_the_element_wise_kernel_has_one(op: str, table: None) -> None:
+    found = choose_prefill(Variant(op, vector=False), 5000, 12, gpu())
+    assert found.config == FEW_ROWS
+    assert "element-wise" in found.reason
 
 
 def test_the_shipped_table_names_what_it_measured() -> None:
-    keys = {f"{c.tasks_per_block}/{c.heads_per_task}" for c in CANDIDATES}
-    for facts in SHIPPED["gpus"].values():
+    assert shipped("mla_prefill")
+    for table in shipped("mla_prefill"):
+        facts = table.header
         assert {"driver", "nvrtc", "commit", "packages", "num_sms"} <= set(facts)
         assert re.fullmatch(r"\d{4}-\d\d-\d\d", facts["date"])
-        assert {entry["kind"] for entry in facts["entries"]} == set(OPS)
-        for entry in facts["entries"]:
-            chosen, times = MlaPrefillConfig(**entry["chosen"]), entry["us"]
-            assert set(times) == keys
-            time = times[f"{chosen.tasks_per_block}/{chosen.heads_per_task}"]
-            assert time <= 1.02 * min(times.values()), (entry["kind"], entry["num_rows"])
+        assert set(table.problems()) == set(OPS)
+        for entry in table:
+            times = entry.times["mla_prefill"]
+            assert set(times) == set(CANDIDATES)
+            assert times[entry.config] <= AS_GOOD * min(times.values()), entry.key
 
 
 @pytest.mark.parametrize(
@@ -117,10 +124,10 @@ def test_only_the_candidates_are_valid(tasks: int, heads: int) -> None:
 
 
 def test_variants_that_do_not_exist() -> None:
-    assert not MlaPrefillVariant("fused_mla_kv_concat", rope=True).is_valid()
-    assert not MlaPrefillVariant("fused_mla_kv_concat", k_pe_fp8=True).is_valid()
-    assert not MlaPrefillVariant(OP, "float32").is_valid()
-    assert not MlaPrefillVariant("fused_mla").is_valid()
+    assert not Variant("fused_mla_kv_concat", rope=True).is_valid()
+    assert not Variant("fused_mla_kv_concat", k_pe_fp8=True).is_valid()
+    assert not Variant(OP, "float32").is_valid()
+    assert not Variant("fused_mla").is_valid()
 
 
 def test_for_people() -> None:

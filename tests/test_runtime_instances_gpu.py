@@ -14,11 +14,11 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from helpers import SPLITS, Call, make_call, op, run_and_check, run_child
-from toolchain_helpers import copy_of_sources, edit, write
+from helpers import Call, make_call, op, run_and_check, run_child
+from toolchain_helpers import MAPPINGS, copy_of_sources, edit, write
 
 import k3cupy
-from k3cupy.ops.mla_decode_config import DEFAULTS, MlaDecodeVariant
+from k3cupy.kernels.mla_decode import Variant
 from k3cupy.runtime import instances
 
 pytestmark = pytest.mark.gpu
@@ -136,7 +136,7 @@ def test_case06_a_syntax_error_and_its_fix(tmp_path: Path) -> None:
 
 def _edited_header(tree: str) -> None:
     """Turn the rotation round in a header; then undo the edit."""
-    header = Path(tree, "common/rope.cuh")
+    header = Path(tree, "mla/rope.cuh")
     good = header.read_text(encoding="utf-8")
     call = make_call(5, 3, rope=True, device="cuda")
     right = oracle.bits(call.run())
@@ -240,23 +240,23 @@ def test_warmup_then_capture(tmp_path: Path) -> None:
 
 def _warmup_of_every_split() -> None:
     call = small_call()
-    for split in SPLITS:
-        assert k3cupy.warmup(kv_cache="fp8", query_fp8=False, rope=True, split=split) == 1
-        run_and_check(call, split=split)
+    for config in MAPPINGS:
+        assert k3cupy.warmup(kv_cache="fp8", query_fp8=False, rope=True, config=config) == 1
+        run_and_check(call, config=config)
 
 
 def test_warmup_with_a_bar(tmp_path: Path) -> None:
     run_child(_warmup_of_every_split, env={"CUPY_CACHE_DIR": str(tmp_path)})
-    assert len(entries(tmp_path)) == len(SPLITS)
+    assert len(entries(tmp_path)) == len(MAPPINGS)
 
 
 def test_the_driver_sees_no_local_memory() -> None:
     """What it says of the loaded code, for the instances of one cache format."""
-    for config in DEFAULTS.values():
+    for config in MAPPINGS:
         for rope in (False, True):
-            variant = MlaDecodeVariant("bfloat16", cache="ds_mla", rope=rope)
+            variant = Variant("bfloat16", cache="ds_mla", rope=rope)
             loaded = instances.load(config.instance(variant), torch.cuda.current_device())
-            assert loaded.local_bytes == 0
+            assert loaded.function.local_size_bytes == 0
             assert loaded.registers * config.block_size <= 65_536
 
 

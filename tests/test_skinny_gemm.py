@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gemm_helpers import assert_product, inputs, product, residual_of, same_bits
+from gemm_helpers import inputs, product, residual_of, same_bits
 from helpers import BF16, FP16
 from skinny_helpers import DTYPES, TOKENS, op, run_and_check
 
@@ -28,30 +28,26 @@ SMALL_PROJECTIONS = [(1536, 128), (768, 128), (1152, 1536)]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 
 
-# Values
+# Values: on the CPU, any shape is a property in the tests of both GEMMs
 
 
+@pytest.mark.gpu
 @dtypes
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_odd_shapes(device: str, tokens: int, dtype: torch.dtype) -> None:
+def test_odd_shapes(tokens: int, dtype: torch.dtype) -> None:
     for n, k in ODD_SHAPES:
-        x, weight = inputs(tokens, n, k, device, seed=n + k, dtype=dtype)
+        x, weight = inputs(tokens, n, k, "cuda", seed=n + k, dtype=dtype)
         run_and_check(x, weight)
-        run_and_check(x, weight, residual=residual_of(tokens, n, device, dtype=dtype))
+        run_and_check(x, weight, residual=residual_of(tokens, n, "cuda", dtype=dtype))
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 8])
 def test_small_projections(device: str, tokens: int) -> None:
     for n, k in SMALL_PROJECTIONS:
+        if device == "cpu" and tokens * n * k > 1 << 21:
+            continue
         x, weight = inputs(tokens, n, k, device, seed=n)
         run_and_check(x, weight, weight_is_static=True)
-
-
-def test_the_residual_stands_before_out(device: str) -> None:
-    x, weight = inputs(3, 48, 128, device)
-    residual, out = residual_of(3, 48, device), torch.zeros(3, 48, dtype=BF16, device=device)
-    assert op(x, weight, residual, out) is out
-    assert_product(out, x, weight, residual)
 
 
 # Special values

@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import pytest
 from fake_device import H200
+from gemm_helpers import SKINNY
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import k3cupy
 from k3cupy import projections
-from k3cupy.ops.skinny_gemm_choice import candidates, choose, estimate_us
-from k3cupy.ops.skinny_gemm_config import SkinnyGemmConfig, SkinnyGemmVariant
+from k3cupy.choose.skinny_gemm import candidates, estimate_us
+from k3cupy.kernels.skinny_gemm import SkinnyGemmConfig, Variant
 from k3cupy.runtime.devices import DeviceInfo
 
 SHAPES = [(p.n, p.k) for p in projections.shapes()]
@@ -23,21 +26,22 @@ GPUS = [
 ]
 
 
-@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
-def test_every_choice_is_valid_and_for_these_rows(gpu: DeviceInfo) -> None:
-    for n, k in SHAPES + ODD:
-        for tokens in range(1, 9):
-            config, reason = choose(n, k, tokens, gpu)
-            assert config.is_valid(gpu), f"{config} for {n} x {k}, M = {tokens}"
-            assert config.num_rows == tokens
-            assert reason
-            found = candidates(n, k, tokens, gpu)
-            assert 1 <= len(found) <= 8
-            assert len(set(found)) == len(found)
-            assert all(c.is_valid(gpu) and c.num_rows == tokens for c in found)
-            times = [estimate_us(c, n, k, gpu) for c in found]
-            assert times == sorted(times)
-            assert times[0] > 0
+@given(st.sampled_from(SHAPES + ODD), st.integers(1, 8), st.sampled_from(GPUS))
+@settings(max_examples=300)
+def test_every_choice_is_valid_and_for_these_rows(
+    shape: tuple[int, int], tokens: int, gpu: DeviceInfo
+) -> None:
+    choice = SKINNY.chosen(shape, tokens, gpu)
+    assert choice.config.is_valid(gpu)
+    assert choice.config.num_rows == tokens
+    assert choice.reason
+    found = candidates(*shape, tokens, gpu)
+    assert 1 <= len(found) <= 8
+    assert len(set(found)) == len(found)
+    assert all(c.is_valid(gpu) and c.num_rows == tokens for c in found)
+    times = [estimate_us(c, *shape, gpu) for c in found]
+    assert times == sorted(times)
+    assert times[0] > 0
 
 
 def test_candidates_differ_and_hold_public_settings() -> None:
@@ -59,7 +63,7 @@ def test_candidates_differ_and_hold_public_settings() -> None:
 def test_little_work_gets_few_threads() -> None:
     """K = 128 has 16 vectors of 8 values: a second warp would have nothing to do."""
     for tokens in range(1, 9):
-        assert choose(1536, 128, tokens, H200)[0].block_size == 32
+        assert SKINNY.chosen((1536, 128), tokens).config.block_size == 32
 
 
 def test_a_configuration_in_words() -> None:
@@ -73,10 +77,10 @@ def test_a_configuration_in_words() -> None:
 def test_the_name_of_an_instance() -> None:
     config = SkinnyGemmConfig(1, 224, 2, 4, 8)
     assert config.blocks_per_sm == 4
-    assert config.name_expression(SkinnyGemmVariant(weight_is_static=True)) == (
+    assert config.name_expression(Variant(weight_is_static=True)) == (
         "k3cupy::skinny_gemm<__nv_bfloat16, 1, 224, 2, 4, 8, 4, true, false, true>"
     )
-    assert config.name_expression(SkinnyGemmVariant("float16", False, True)) == (
+    assert config.name_expression(Variant("float16", False, True)) == (
         "k3cupy::skinny_gemm<__half, 1, 224, 2, 4, 8, 1, false, true, false>"
     )
 

@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
 import itertools
 from dataclasses import dataclass, replace
 
 import pytest
 from toolchain_helpers import (
+    OTHERS,
     Instruction,
     Resources,
+    code_of,
+    in_programs,
     inspect,
     needs_disassembler,
     reached,
-    sass_of,
+    share_of,
     spills,
 )
 
 from k3cupy import projections
-from k3cupy.ops.skinny_gemm_choice import candidates
-from k3cupy.ops.skinny_gemm_config import SOURCE, SkinnyGemmConfig, SkinnyGemmVariant
+from k3cupy.choose.skinny_gemm import candidates
+from k3cupy.kernels.skinny_gemm import SOURCE, SkinnyGemmConfig, Variant
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import CompileError
-from k3cupy.runtime.offline import ARCHITECTURES, compile_cubin
+from k3cupy.runtime.offline import compile_cubin
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC and cuda-core")
+pytestmark = pytest.mark.compiles
 
-LIMIT = 24
-"""Instances of one program, some seconds. Where more can be reached, a share of them is
-compiled that moves on every day. For sm_90 what the model puts first is always compiled."""
-
-PARTS = {arch: 4 if arch == "sm_90" else 1 for arch in ARCHITECTURES}
 VARIANTS = [
-    SkinnyGemmVariant(dtype, aligned, residual, static)
+    Variant(dtype, aligned, residual, static)
     for static, residual, aligned, dtype in itertools.product(
         (True, False), (False, True), (True, False), ("bfloat16", "float16")
     )
@@ -48,7 +46,7 @@ class Reached:
     """An instance that a call of some projection's shape can get, or that a tuner can measure."""
 
     config: SkinnyGemmConfig
-    variant: SkinnyGemmVariant
+    variant: Variant
 
     @property
     def name(self) -> str:
@@ -78,16 +76,14 @@ def configs() -> tuple[tuple[SkinnyGemmConfig, ...], ...]:
     )
 
 
-def wanted_today(arch: str, part: int) -> list[Reached]:
+def shared(arch: str) -> list[Reached]:
+    """The commit's share of all, and for sm_90 what the model puts first."""
     every = dict.fromkeys(itertools.chain(*configs()))
     everything = [Reached(config, variant) for config in every for variant in VARIANTS]
-    parts = PARTS[arch]
-    days = -(-len(everything) // (LIMIT * parts))
-    today = datetime.date.today().toordinal() % days
-    print(f"{arch}: share {today + 1} of {days}")
     first = dict.fromkeys(ranked[0] for ranked in configs())
     always = [Reached(config, VARIANTS[0]) for config in first if arch == "sm_90"]
-    return list(dict.fromkeys((*always[part::parts], *everything[today::days][part::parts])))
+    share = share_of(everything, f"skinny_gemm for {arch}", OTHERS)
+    return list(dict.fromkeys((*always, *share)))
 
 
 def weight_loads(program: list[Instruction]) -> list[Instruction]:
@@ -127,12 +123,10 @@ def code_problems(program: list[Instruction], instance: Reached, arch: str) -> l
     return problems
 
 
-@pytest.mark.parametrize(
-    ("arch", "part"), [(arch, part) for arch in ARCHITECTURES for part in range(PARTS[arch])]
-)
-def test_instances(arch: str, part: int) -> None:
+@in_programs(sm_90=2, everything=80)
+def test_instances(arch: str, part: slice) -> None:
     """They compile, nothing spills, as many blocks fit as was counted on, the code is sound."""
-    inspect(SOURCE, wanted_today(arch, part), arch, read_code=True)
+    inspect(SOURCE, shared(arch)[part], arch)
 
 
 def fitting_blocks(registers: int, config: SkinnyGemmConfig) -> int:
@@ -141,14 +135,29 @@ def fitting_blocks(registers: int, config: SkinnyGemmConfig) -> int:
     return warps * 32 // config.block_size
 
 
+LOOKED_AT = [
+    Reached(config, Variant(dtype, weight_is_static=True))
+    for config in (CONFIG, FOUR_ROWS, NARROW)
+    for dtype in ("bfloat16", "float16")
+]
+EXCHANGES = {
+    Reached(SkinnyGemmConfig(rows, 64, outputs, 1, 8), Variant()): exchanges
+    for rows, outputs, exchanges in ((1, 1, 5), (1, 8, 9), (4, 2, 9), (8, 3, 24), (8, 4, 31))
+}
+one_worker = pytest.mark.xdist_group("code of skinny_gemm")
+
+
+def program_of(instance: Reached) -> list[Instruction]:
+    names = [each.name for each in (*LOOKED_AT, *EXCHANGES)]
+    return code_of(SOURCE, names, "sm_90")[instance.name].program
+
+
+@one_worker
 @needs_disassembler
-@pytest.mark.parametrize("config", [CONFIG, FOUR_ROWS, NARROW], ids=str)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_loads_and_arithmetic_of_one_kernel(config: SkinnyGemmConfig, dtype: str) -> None:
+@pytest.mark.parametrize("instance", LOOKED_AT, ids=lambda instance: instance.name)
+def test_loads_and_arithmetic_of_one_kernel(instance: Reached) -> None:
     """Once for the first round and once for the next; two multiply-adds a pair of values."""
-    instance = Reached(config, SkinnyGemmVariant(dtype, weight_is_static=True))
-    cubin = compile_cubin(SOURCE, [instance.name], "sm_90")
-    (program,) = sass_of(cubin.code).values()
+    config, program = instance.config, program_of(instance)
     assert not code_problems(program, instance, "sm_90")
     in_flight = config.k_unroll * config.outputs_per_block
     assert len(weight_loads(program)) == 2 * in_flight
@@ -158,14 +167,13 @@ def test_loads_and_arithmetic_of_one_kernel(config: SkinnyGemmConfig, dtype: str
     assert sum(i.base == "FFMA" for i in program) == products
 
 
+@one_worker
 @needs_disassembler
 def test_the_reduction_shares_its_exchanges() -> None:
     """Eight sums take 9 exchanges, 24 take 24, one takes 5."""
-    for rows, outputs, exchanges in ((1, 1, 5), (1, 8, 9), (4, 2, 9), (8, 3, 24), (8, 4, 31)):
-        config = SkinnyGemmConfig(rows, 64, outputs, 1, 8)
-        cubin = compile_cubin(SOURCE, [config.name_expression(SkinnyGemmVariant())], "sm_90")
-        (program,) = sass_of(cubin.code).values()
-        assert sum(i.base == "SHFL" for i in program) == exchanges, config
+    for instance, exchanges in EXCHANGES.items():
+        program = program_of(instance)
+        assert sum(i.base == "SHFL" for i in program) == exchanges, instance.config
 
 
 @pytest.mark.parametrize(
@@ -184,4 +192,4 @@ def test_the_compiler_refuses_what_is_not_valid(changes: dict[str, int]) -> None
     impossible = replace(CONFIG, **changes)
     assert not impossible.is_valid()
     with pytest.raises(CompileError, match=r"static assertion|static_assert|zero size|zero-sized"):
-        compile_cubin(SOURCE, [impossible.name_expression(SkinnyGemmVariant())], "sm_90")
+        compile_cubin(SOURCE, [impossible.name_expression(Variant())], "sm_90")

@@ -10,7 +10,6 @@ from helpers import BF16, FP16, refused
 from skinny_helpers import op, run_and_check
 
 import k3cupy
-from k3cupy.ops.skinny_gemm_validate import check_config
 
 M, N, K = 8, 48, 128
 CONFIG = k3cupy.SkinnyGemmConfig(M, 64, 4, 2, 8)
@@ -45,10 +44,4 @@ def test_a_configuration_for_other_rows_is_refused(device: str) -> None:
         fitting = replace(CONFIG, num_rows=rows)
         assert_product(op(x[:rows], weight, config=fitting), x[:rows], weight)
     assert op(x[:0], weight, config=CONFIG).shape == (0, N), "no rows suit every configuration"
-
-
-def test_check_config() -> None:
-    assert check_config(None) is None
-    assert check_config(CONFIG) is CONFIG
-    assert check_config(CONFIG, M) is CONFIG
-    assert check_config(CONFIG, 0) is CONFIG
+    assert_product(op(x, weight, config=CONFIG), x, weight)

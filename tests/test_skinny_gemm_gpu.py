@@ -15,20 +15,21 @@ from skinny_helpers import DTYPES, TOKENS, op, run_and_check
 from stream_helpers import assert_capture_asks_for_a_warmup, captured
 
 import k3cupy
-from k3cupy.ops.skinny_gemm_choice import candidates
+from k3cupy.choose.skinny_gemm import candidates
+from k3cupy.kernels import skinny_gemm
 from k3cupy.runtime import devices, instances
 
 pytestmark = pytest.mark.gpu
 
 BASE = k3cupy.SkinnyGemmConfig(1, 64, 2, 2, 8)
-VARIANT = k3cupy.SkinnyGemmVariant
+VARIANT = skinny_gemm.Variant
 
 
 # Configurations
 
 
 def load(
-    configs: Iterable[k3cupy.SkinnyGemmConfig], *variants: k3cupy.SkinnyGemmVariant
+    configs: Iterable[k3cupy.SkinnyGemmConfig], *variants: skinny_gemm.Variant
 ) -> list[k3cupy.SkinnyGemmConfig]:
     """Compile on threads what a test will run one by one."""
     found = [config for config in configs if config.is_valid()]
@@ -116,7 +117,7 @@ def test_a_configuration_of_the_caller_is_the_one_that_runs() -> None:
 def test_as_many_blocks_fit_as_the_choice_counts_on() -> None:
     for config in (BASE, k3cupy.SkinnyGemmConfig(1, 224, 2, 4, 8)):
         loaded = instances.load(config.instance(VARIANT()), 0)
-        assert loaded.local_bytes == 0
+        assert loaded.function.local_size_bytes == 0
         assert loaded.registers <= config.registers
 
 

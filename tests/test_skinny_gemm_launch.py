@@ -2,42 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from fake_device import STREAM, FakeDevice
-from gemm_helpers import inputs, residual_of
+from gemm_helpers import fresh_plans, inputs, residual_of
 from helpers import FP16
 
 import k3cupy
-from k3cupy.ops.skinny_gemm_plan import Options, make_plan
+from k3cupy.kernels import skinny_gemm
 
 CONFIG = k3cupy.SkinnyGemmConfig(5, 64, 3, 2, 8)
 
 
-class GemmDevice(FakeDevice):
-    """Runs one call of the skinny GEMM."""
-
-    def run(self, *tensors: torch.Tensor | None, config: Any = CONFIG, pdl: Any = None) -> Any:
-        """Plan and run a call of (x, weight, out) and perhaps the residual."""
-        tensors += (None,) * (4 - len(tensors))
-        plan = make_plan(tensors, Options(pdl, True, config), None)
-        return plan.run(tensors, [0 if t is None else t.data_ptr() for t in tensors], None)
-
-
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> GemmDevice:
-    return GemmDevice(monkeypatch)
+def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeDevice]:
+    with fresh_plans(tmp_path):
+        yield FakeDevice(monkeypatch)
 
 
-def test_a_launch(device: GemmDevice) -> None:
+def run(x: Any, weight: Any, out: Any = None, residual: Any = None, **options: Any) -> Any:
+    options = {"config": CONFIG, "weight_is_static": True, **options}
+    return k3cupy.skinny_gemm(x, weight, out=out, residual=residual, **options)
+
+
+def test_a_launch(device: FakeDevice) -> None:
     """The arguments are in the kernel's order, with its types; strides are 64-bit."""
     x, weight = inputs(5, 100, 128, strides=(136, 1))
-    out = device.run(x, weight, None)
+    out = run(x, weight, None)
     assert out.shape == (5, 100)
-    variant = k3cupy.SkinnyGemmVariant("bfloat16", True, False, True)
+    variant = skinny_gemm.Variant("bfloat16", True, False, True)
     assert device.loaded == [CONFIG.name_expression(variant)]
     assert device.limits == []
     assert device.settings == {
@@ -59,79 +57,75 @@ def test_a_launch(device: GemmDevice) -> None:
     assert all(type(value) is int for value in strides), "Python ints are 64-bit arguments"
 
 
-def test_a_launch_with_a_residual_and_an_output(device: GemmDevice) -> None:
+def test_a_launch_with_a_residual_and_an_output(device: FakeDevice) -> None:
     x, weight = inputs(5, 100, 128, dtype=FP16)
     residual = residual_of(5, 100, dtype=FP16, strides=(107, 1))
     wide = torch.zeros(5, 160, dtype=FP16)
     out = wide[:, 16:116]
-    assert device.run(x, weight, out, residual, pdl=False) is out
+    assert run(x, weight, out, residual, pdl=False) is out
     assert not device.settings["pdl"]
     ((_, arguments),) = device.launches
     assert arguments[5:] == [residual.data_ptr(), 107, wide.data_ptr() + 32, 160]
-    variant = k3cupy.SkinnyGemmVariant("float16", True, True, True)
+    variant = skinny_gemm.Variant("float16", True, True, True)
     assert device.loaded == [CONFIG.name_expression(variant)]
 
 
-def test_in_place(device: GemmDevice) -> None:
+def test_in_place(device: FakeDevice) -> None:
     x, weight = inputs(5, 100, 128)
     out = residual_of(5, 100)
-    assert device.run(x, weight, out, out) is out
+    assert run(x, weight, out, out) is out
     ((_, arguments),) = device.launches
     assert arguments[5] == arguments[7] == out.data_ptr()
 
 
-def test_one_row_has_no_stride(device: GemmDevice) -> None:
+def test_one_row_has_no_stride(device: FakeDevice) -> None:
     x, weight = inputs(1, 100, 128)
-    device.run(x.as_strided((1, 128), (2**62, 1)), weight, None, config=None)
+    run(x.as_strided((1, 128), (2**62, 1)), weight, None, config=None)
     ((_, arguments),) = device.launches
     assert arguments[4] == 0
     assert device.loaded[0].endswith(", true, false, true>"), "aligned"
 
 
-def test_a_plan_serves_other_addresses(device: GemmDevice) -> None:
+def test_a_plan_serves_other_addresses(device: FakeDevice) -> None:
     first, second = ((*inputs(5, 100, 128), None, residual_of(5, 100)) for _ in range(2))
-    plan = make_plan(first, Options(None, False, None), None)
-    outs = [
-        plan.run(values, [0 if t is None else t.data_ptr() for t in values], None)
-        for values in (first, second)
-    ]
+    outs = [run(*tensors, weight_is_static=False) for tensors in (first, second)]
     assert len(outs) == 2, "both are kept, so that they are not one piece of memory"
     assert len(device.loaded) == 1
     (_, before), (_, after) = device.launches
     assert [a == b for a, b in zip(before, after, strict=True)].count(False) == 4
 
 
-def test_no_tokens_no_kernel(device: GemmDevice) -> None:
+def test_no_tokens_no_kernel(device: FakeDevice) -> None:
     x, weight = inputs(0, 100, 128)
     for config in (None, CONFIG):
-        assert device.run(x, weight, None, config=config).shape == (0, 100)
+        assert run(x, weight, None, config=config).shape == (0, 100)
     assert device.loaded == []
     assert device.launches == []
 
 
-def test_the_element_wise_instance_says_why(device: GemmDevice) -> None:
+def test_the_element_wise_instance_says_why(device: FakeDevice) -> None:
     x, weight = inputs(5, 48, 128, strides=(6285, 1))
     decision = k3cupy.explain_skinny_gemm(x, weight, config=CONFIG)
-    assert decision.backend == "cuda"
+    assert decision.runs_on == "cuda"
     assert decision.pdl
-    variant = k3cupy.SkinnyGemmVariant(aligned_x=False)
+    variant = skinny_gemm.Variant(aligned_x=False)
     assert decision.name_expression == CONFIG.name_expression(variant)
     assert decision.reason == (
-        "the caller named the configuration; x element by element, not 128-bit, because x is not "
+        "the caller named the configuration; element by element, not 128-bit, because x is not "
         "aligned: a stride of 6285 elements is no multiple of 16 bytes"
     )
 
 
-def test_the_grid_covers_every_output(device: GemmDevice) -> None:
+def test_the_grid_covers_every_output(device: FakeDevice) -> None:
     for n, blocks in ((1, 1), (3, 1), (4, 2), (300, 100), (301, 101)):
-        device.run(*inputs(5, n, 8), None)
+        run(*inputs(5, n, 8), None)
         assert device.settings["grid"] == blocks
 
 
 def test_a_configuration_for_other_rows_is_refused_before_anything_is_loaded(
-    device: GemmDevice,
+    device: FakeDevice,
 ) -> None:
     x, weight = inputs(4, 48, 128)
     with pytest.raises(ValueError, match=r"^config: expected num_rows of exactly the 4 .*got 5"):
-        device.run(x, weight, None)
+        run(x, weight, None)
     assert device.loaded == []

@@ -5,21 +5,21 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
-from helpers import BF16, run_child
+from helpers import BF16, refused
 from torch import nn
 from torch.nn.utils import prune
 from torch_linear_helpers import K, N, linear, mixed_model
 
 import k3cupy
-from k3cupy.integrations import modules, torch_linear
-from k3cupy.integrations.linear_report import FRAMEWORK, LayerReport, LinearReport, Span, spans
-from k3cupy.integrations.torch_linear import LowLatencyLinear
 from k3cupy.runtime.devices import DeviceInfo
+from k3cupy.torch import modules, torch_linear
+from k3cupy.torch.linear_report import FRAMEWORK, LayerReport, LinearReport, Span, spans
+from k3cupy.torch.torch_linear import LowLatencyLinear
 
 ON_CPU = "on the CPU: framework linear until it moves to a GPU"
 
@@ -150,14 +150,21 @@ def test_attention_of_pytorch_which_reads_the_weight_itself_is_left_alone() -> N
     assert "NonDynamicallyQuantizableLinear" in report["out_proj"].reason
 
 
-def _sharded_layers() -> None:
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """A mesh of this process alone."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_sharded_layers_are_left_alone_and_right(mesh: Any) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import distribute_module, distribute_tensor
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    mesh = init_device_mesh("cpu", (1,))
     x = torch.randn(3, K).to(BF16)
 
     layer = distribute_module(linear(), mesh)
@@ -176,11 +183,6 @@ def _sharded_layers() -> None:
     for each in (sharded, fully_shard(model, mesh=mesh)):
         for _ in range(2):
             assert torch.equal(each(x), want)
-    dist.destroy_process_group()
-
-
-def test_sharded_layers_are_left_alone_and_right() -> None:
-    run_child(_sharded_layers)
 
 
 # Calling it
@@ -258,7 +260,7 @@ def test_batch_invariance_follows_the_last_call() -> None:
         ({"tokens": []}, ValueError, r"tokens: expected at least one, got none"),
         ({"tokens": "8"}, ValueError, r"tokens: expected .*, got '8'"),
         ({"warmup": 1}, TypeError, r"warmup: expected True or False, got 1"),
-        ({"batch_invariant": 1}, TypeError, r"batch_invariant: expected None, True or False"),
+        ({"batch_invariant": 1}, TypeError, r"batch_invariant: expected None, .*, got 1"),
     ],
     ids=str,
 )
@@ -270,10 +272,10 @@ def test_arguments(options: dict[str, Any], error: type[Exception], text: str) -
 
 
 @pytest.mark.parametrize("function", ["enable_low_latency_gemm", "disable_low_latency_gemm"])
-@pytest.mark.parametrize("value", [None, torch.zeros(2), nn.Linear, [nn.ReLU()]], ids=repr)
-def test_what_is_no_module(function: str, value: Any) -> None:
-    with pytest.raises(TypeError, match=r"module: expected a torch\.nn\.Module, got "):
-        getattr(k3cupy, function)(value)
+def test_what_is_no_module(function: str) -> None:
+    for value in (None, torch.zeros(2), nn.Linear, [nn.ReLU()]):
+        found = f"^{type(value).__name__}$"
+        refused({"module": value}, "module", found, operation=getattr(k3cupy, function))
 
 
 def test_no_torch_is_loaded_before_it_is_needed() -> None:
@@ -336,9 +338,15 @@ H200 = DeviceInfo(0, "NVIDIA H200", (9, 0), 132, 232_448)
         ((64, 256), range(1, 65), False, "fused_a 1-32, F.linear 33-64", ""),
         ((64, 256), [1, 16], False, "fused_a 1-16", ""),
         ((64, 256), [33, 64], False, "F.linear 33-64", "not measured here"),
-        ((64, 250), range(1, 65), False, "F.linear 1-64", "K = 250 is not a multiple"),
+        (
+            (64, 250),
+            range(1, 65),
+            False,
+            "F.linear 1-64",
+            "x: expected K a multiple of 16, got 250",
+        ),
         ((64, 256), range(1, 65), True, "fused_a 1-64", ""),
-        ((64, 250), range(1, 65), True, "F.linear 1-64", "K = 250 is not a multiple"),
+        ((64, 250), range(1, 65), True, "F.linear 1-64", "x: expected K a multiple of 16, got 250"),
     ],
 )
 def test_plan_of_a_shape(
@@ -355,7 +363,7 @@ def test_warm_up_takes_each_shape_once_with_and_without_the_promise(
 ) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(
-        modules, "warmup_low_latency_gemm", lambda *args, **options: calls.append((args, options))
+        modules, "compile_for", lambda *args, **options: calls.append((args, options))
     )
     plan = (Span(1, 16, "fused_a"),)
     rows = [
@@ -366,14 +374,10 @@ def test_warm_up_takes_each_shape_once_with_and_without_the_promise(
         LayerReport("e", (9, 128), "cpu", True),
     ]
     modules.warm_up(rows, (1, 16), True)
-    flags = {"batch_invariant": True}
+    both = {"weight_is_static": (True, False), "batch_invariant": True, "progress": False}
     assert calls == [
-        (
-            (shapes, (1, 16)),
-            {"device": device, **flags, "weight_is_static": static},
-        )
+        (("low_latency_linear",), {"device": device, "shapes": shapes, "tokens": (1, 16), **both})
         for device, shapes in ((1, ((48, 128), (7, 128))), (0, ((7, 128),)))
-        for static in (True, False)
     ]
 
 

@@ -15,8 +15,8 @@ from helpers import BF16
 from torch import nn
 
 import k3cupy
-from k3cupy.dispatch import linear
-from k3cupy.integrations import torch_library
+from k3cupy.ops import linear
+from k3cupy.torch import torch_library
 
 N, K = 48, 128
 

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize, prune
 from torch_linear_helpers import K, N, linear, mixed_model
 
 import k3cupy
-from k3cupy.integrations.torch_linear import LowLatencyLinear
+from k3cupy.torch.torch_linear import LowLatencyLinear
 
 
 def state_of(model: nn.Module) -> tuple[Any, ...]:

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from helpers import run_child
+from gemm_table_helpers import in_processes
+from helpers import refused, run_child
+from k3cupy.dispatch import tune as tuning
+from k3cupy.ops.gemm_entry import GemmEntry
 from tune_helpers import GPU, H200, FakeMeter, run, use_fake_gpu
 
 from k3cupy.cli import main
-from k3cupy.dispatch import tune as tuning
-from k3cupy.dispatch.tuning import files
-from k3cupy.dispatch.tuning.candidates import Candidate, Target
-from k3cupy.dispatch.tuning.report import Watch
 from k3cupy.ops import gemm_cache, gemm_tables
-from k3cupy.ops.gemm_entry import GemmEntry
 from k3cupy.runtime.devices import DeviceInfo
+from k3cupy.tuning import files
+from k3cupy.tuning.candidates import Candidate, Target
+from k3cupy.tuning.report import Watch
 
 SHAPE, SMALL = (2112, 7168), (96, 256)
 
@@ -122,20 +123,19 @@ def test_where_nothing_can_be_kept_the_report_says_so(
     assert len(report.entries) == 1
 
 
-def _tune_as_one_of_many(n: int) -> None:
+def _tune_as_one_of_many(i: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         use_fake_gpu(patch)
-        run(FakeMeter(), [(n, 256), (512, 256)], [1, 8])
+        run(FakeMeter(), [(96 + 16 * i, 256), (512, 256)], [1, 8])
+
+
+def _tune_in_eight_processes() -> None:
+    in_processes(8, _tune_as_one_of_many)
 
 
 def test_eight_processes_tune_at_once(tmp_path: Path) -> None:
     env = {"K3CUPY_CACHE_DIR": str(tmp_path / "shared")}
-
-    def start(i: int) -> str:
-        return run_child(_tune_as_one_of_many, 96 + 16 * i, env=env)
-
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(start, range(8))) == [""] * 8
+    assert run_child(_tune_in_eight_processes, env=env) == ""
     (path,) = tmp_path.glob("shared/*/*.json")
     found = gemm_cache.read(path, GPU.name)
     assert len(found) == 8 * 4 + 4
@@ -218,8 +218,8 @@ def with_an_impossible_config(document: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [
-        (of_another_gpu, "expected measurements of Test GPU, got those of NVIDIA B200 in"),
-        (of_other_kernels, "expected measurements of the kernels of this version, got those of"),
+        (of_another_gpu, "^those of NVIDIA B200 in"),
+        (of_other_kernels, "^those of"),
         (not_measured, "figures that nobody measured"),
         (of_a_later_schema, "schema 2 instead of 1"),
         (without_facts, "KeyError: 'sources'"),
@@ -233,9 +233,8 @@ def test_a_file_that_does_not_fit_is_refused_whole(
     document = exported(export)
     spoil(document)
     export.write_text(json.dumps(document))
-    with pytest.raises(ValueError, match=r"^import: expected ") as caught:
-        files.import_file(export, GPU)
-    assert text in str(caught.value) and str(export) in str(caught.value)
+    found = refused({"path": export, "device": GPU}, "import", text, operation=files.import_file)
+    assert str(export) in found
     assert kept() == {}
 
 
@@ -243,8 +242,8 @@ def test_a_file_that_does_not_fit_is_refused_whole(
 def test_a_file_of_something_else_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "other.json"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="import: expected a file made by"):
-        files.import_file(path, GPU)
+    arguments = {"path": path, "device": GPU}
+    refused(arguments, "import", rf"^{path}, which is not one", operation=files.import_file)
 
 
 # What is shown
@@ -312,14 +311,14 @@ def test_import_from_the_command_line(export: Path) -> None:
     [
         ((), "name the weights by one of --preset, --shape and --from-module"),
         (("--shape", "2112x7168", "--preset", "kimi-k3"), "name the weights by one of"),
-        (("--shape", "2112x7168", "--tokens", "9"), "Error: tokens: expected some of 1, 2, 3"),
-        (("--from-module", "nowhere"), "Error: module: expected package.module:name"),
+        (("--shape", "2112x7168", "--tokens", "9"), "Error: tokens: expected some of .*, got 9"),
+        (("--from-module", "nowhere"), "Error: module: expected .*, got 'nowhere'"),
         (("--preset", "kimi-k2"), "is not one of"),
     ],
 )
 def test_wrong_options_are_one_clear_line(arguments: tuple[str, ...], text: str) -> None:
     code, output = command(*arguments)
-    assert code != 0 and text in output
+    assert code != 0 and re.search(text, output)
     assert "Traceback" not in output
 
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import k3cupy
-from k3cupy.dispatch.tuning import cuda_meter
-from k3cupy.dispatch.tuning.candidates import LINEAR, Candidate, Target, candidates
-from k3cupy.dispatch.tuning.cuda_meter import CudaMeter
-from k3cupy.dispatch.tuning.engine import Effort, measure
+from k3cupy.kernels.fused_a_gemm import FusedAGemmConfig
 from k3cupy.ops import gemm_cache, gemm_tables
-from k3cupy.ops.fused_a_gemm_config import FusedAGemmConfig
 from k3cupy.runtime import devices
 from k3cupy.timing import cold
+from k3cupy.tuning import cuda_meter
+from k3cupy.tuning.candidates import LINEAR, Candidate, Target, candidates
+from k3cupy.tuning.cuda_meter import CudaMeter
+from k3cupy.tuning.engine import Effort, measure
 
 pytestmark = pytest.mark.gpu
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
+import functools
+import hashlib
 import importlib
 import importlib.metadata
 import itertools
@@ -22,23 +23,23 @@ from typing import Any, Protocol, TypeVar
 import pytest
 from fake_device import H200
 
-from k3cupy.ops.mla_decode_config import (
-    DEFAULTS,
-    MlaDecodeConfig,
-    MlaDecodeVariant,
-    dispatched_configs,
-)
+from k3cupy.choose.mla import configs
+from k3cupy.kernels.mla_decode import UNTUNED, MlaDecodeConfig, Variant
 from k3cupy.runtime import binaries, devices, instances, sources, toolchain
-from k3cupy.runtime.offline import compile_cubin
+from k3cupy.runtime.offline import ARCHITECTURES, compile_cubin
 
 # --- The instances that a call can reach ---------------------------------------------------------
 
 
+MAPPINGS = (UNTUNED, MlaDecodeConfig(1, 256, 3), MlaDecodeConfig(3, 256, 1))
+"""One configuration for each mapping of threads to a row, whatever tables name."""
+
+
 @dataclass(frozen=True)
 class Shipped:
-    """One instance that a shipped table or `split=` can choose."""
+    """One instance that a call can reach."""
 
-    variant: MlaDecodeVariant
+    variant: Variant
     config: MlaDecodeConfig
 
     @property
@@ -46,11 +47,11 @@ class Shipped:
         return self.config.name_expression(self.variant)
 
 
-def variants() -> list[MlaDecodeVariant]:
+def variants() -> list[Variant]:
     """Every combination of flags that the kernel exists for."""
     flags = (False, True)
     found = itertools.starmap(
-        MlaDecodeVariant,
+        Variant,
         itertools.product(
             ("bfloat16", "float16"), flags, ("same", "fp8", "ds_mla"), flags, flags, flags
         ),
@@ -59,11 +60,11 @@ def variants() -> list[MlaDecodeVariant]:
 
 
 def shipped_instances() -> list[Shipped]:
-    """Every variant with every configuration that a call may get without naming a whole one."""
+    """Every variant with every mapping, and with what a table may name for it."""
     found = []
     for variant in variants():
-        tuned = dispatched_configs(variant.kind) if variant.vector else ()
-        found += [Shipped(variant, c) for c in dict.fromkeys((*DEFAULTS.values(), *tuned))]
+        tuned = configs("mla_decode", variant.kind) if variant.vector else ()
+        found += [Shipped(variant, c) for c in dict.fromkeys((*MAPPINGS, *tuned))]
     return found
 
 
@@ -293,37 +294,110 @@ class Inspected:
 
 AnyInstance = TypeVar("AnyInstance")
 
+COMPILE_ALL = os.environ.get("K3CUPY_COMPILE_ALL") == "1"
+"""`make compile-all` sets it: every instance for every architecture, however long it takes."""
 
-def share_of(group: list[AnyInstance], arch: str, parts: int) -> list[AnyInstance]:
-    """The part of a group to compile today: all of it for sm_90, else one of `parts`."""
-    if arch == "sm_90" or parts == 1:
-        return group
-    today = datetime.date.today().toordinal() % parts
-    print(f"{arch}: part {today + 1} of {parts}")
-    return group[today::parts]
+OTHERS = 6
+"""How many instances of a source are compiled for an architecture that is not sm_90."""
 
 
-def inspect(source: str, wanted: Sequence[Inspectable], arch: str, *, read_code: bool) -> None:
-    """Compile instances in one program; look at what they take and, if asked, at their code."""
+@functools.cache
+def commit() -> str:
+    """What decides which share is compiled: the commit, or without git the sources.
+
+    A commit that is green today is green tomorrow, and the next one looks at other instances.
+    """
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout.strip()
+    digest = hashlib.sha256()
+    for path in sorted(sources.shipped().rglob("*.cu*")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def share_of(items: Sequence[AnyInstance], what: str, size: int) -> list[AnyInstance]:
+    """About `size` of the items, evenly spread; the commit says which. All for `compile-all`."""
+    parts = 1 if COMPILE_ALL else -(-len(items) // size)
+    chosen = int(hashlib.sha256(f"{commit()} {what}".encode()).hexdigest(), 16) % max(parts, 1)
+    print(f"{what}: part {chosen + 1} of {parts}")
+    return list(items[chosen::parts]) if items else []
+
+
+def in_programs(*, sm_90: int, everything: int) -> pytest.MarkDecorator:
+    """Run a test for each architecture and each part of its instances, a slice.
+
+    Args:
+        sm_90: programs into which the instances of sm_90 are cut, some hundred in each.
+        everything: the same for each architecture when all instances are compiled.
+    """
+
+    def count(arch: str) -> int:
+        if COMPILE_ALL:
+            return everything
+        return sm_90 if arch == "sm_90" else 1
+
+    cases = [(arch, part, count(arch)) for arch in ARCHITECTURES for part in range(count(arch))]
+    return pytest.mark.parametrize(
+        ("arch", "part"),
+        [
+            pytest.param(arch, slice(part, None, parts), id=f"{arch}-{part}")
+            for arch, part, parts in cases
+        ],
+    )
+
+
+@dataclass(frozen=True)
+class Code:
+    """What the compiler made of an instance."""
+
+    used: Resources
+    program: list[Instruction]
+
+
+_compiled: dict[tuple[str, str, str], dict[str, Code]] = {}
+
+
+def code_of(source: str, names: Iterable[str], arch: str) -> dict[str, Code]:
+    """The machine code of instances by name, each compiled once for all tests of this process.
+
+    Those that nobody asked for before become one program, which is read in one go.
+    """
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC and cuda-core")
-    if not known_to_nvrtc(arch):
+    if not known_to_nvrtc(arch.removesuffix("a")):
         pytest.skip(f"this NVRTC does not know {arch}")
-    cubin = compile_cubin(source, [instance.name for instance in wanted], arch)
-    assert cubin.code[:4] == b"\x7fELF"
-    assert set(cubin.symbols) == {instance.name for instance in wanted}
-    assert len(set(cubin.symbols.values())) == len(wanted)
-    if not HAS_DISASSEMBLER:
-        pytest.skip(f"compiled but not inspected: {NO_DISASSEMBLER}")
-    resources = resources_of(cubin.code)
-    assert set(resources) == set(cubin.symbols.values())
-    programs = sass_of(cubin.code) if read_code else {}
+    wanted = list(dict.fromkeys(names))
+    known = _compiled.setdefault((sources.load(source).digest, source, arch), {})
+    missing = [name for name in wanted if name not in known]
+    if missing:
+        cubin = compile_cubin(source, missing, arch)
+        assert cubin.code[:4] == b"\x7fELF"
+        assert set(cubin.symbols) == set(missing)
+        assert len(set(cubin.symbols.values())) == len(missing)
+        if not HAS_DISASSEMBLER:
+            pytest.skip(f"compiled but not inspected: {NO_DISASSEMBLER}")
+        resources, programs = resources_of(cubin.code), sass_of(cubin.code)
+        assert set(resources) == set(programs) == set(cubin.symbols.values())
+        for name, symbol in cubin.symbols.items():
+            known[name] = Code(resources[symbol], programs[symbol])
+    return {name: known[name] for name in wanted}
+
+
+def inspect(source: str, wanted: Sequence[Inspectable], arch: str) -> None:
+    """Compile instances; look at what they take and at their code."""
+    found = code_of(source, [instance.name for instance in wanted], arch)
     problems = []
     for instance in wanted:
-        symbol = cubin.symbols[instance.name]
-        found = instance.resource_problems(resources[symbol], arch)
-        if programs:
-            found += instance.code_problems(programs[symbol], arch)
-        problems += [f"{instance.name}: {problem}" for problem in found]
+        code = found[instance.name]
+        told = instance.resource_problems(code.used, arch)
+        told += instance.code_problems(code.program, arch)
+        problems += [f"{instance.name}: {problem}" for problem in told]
     assert not problems, f"{arch}:\n" + "\n".join(problems)
 
 
@@ -425,7 +499,6 @@ class FakeGpu:
             self.on_compile(text)
             return SimpleNamespace(
                 num_regs=32,
-                local_size_bytes=0,
                 kernel=SimpleNamespace(ptr=len(self.compiled)),
                 max_dynamic_shared_size_bytes=49_152,
             )

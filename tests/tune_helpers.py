@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-
 from k3cupy.dispatch import tune as tuning
-from k3cupy.dispatch.tuning.candidates import LINEAR, Candidate, Target
-from k3cupy.dispatch.tuning.engine import Effort
+
 from k3cupy.ops import gemm_tables
 from k3cupy.runtime import devices
 from k3cupy.runtime.devices import DeviceInfo
+from k3cupy.tuning.candidates import LINEAR, Candidate, Target
+from k3cupy.tuning.engine import Effort
 
 H200 = DeviceInfo(0, "NVIDIA H200", (9, 0), 132, 232_448)
 GPU = DeviceInfo(0, "Test GPU", (9, 0), 100, 232_448)

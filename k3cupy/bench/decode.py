@@ -18,11 +18,12 @@ import numpy as np
 import torch
 
 import k3cupy
+from k3cupy.bench import document
 from k3cupy.constants import DS_MLA_ROW_BYTES, KV_LORA_RANK, LATENT_DIM, QK_ROPE_HEAD_DIM
 from k3cupy.ops.mla_decode_config import CANDIDATES, MlaDecodeConfig, MlaDecodeVariant
 from k3cupy.runtime import devices, instances, launch
 from k3cupy.runtime.instances import Instance
-from k3cupy.timing import environment, graphs
+from k3cupy.timing import graphs
 
 KINDS = ("16bit+same", "fp8+fp8", "16bit+ds_mla", "16bit+fp8", "fp8+same")
 """Query format + cache format."""
@@ -51,7 +52,7 @@ class Entry:
         chain_us: the chain without the epilogue; 0 alone.
         empty_us: an empty kernel in the epilogue's place.
         torch_us: the unfused PyTorch operations in its place.
-        public_us: a kernel in the public structure (``bench_public_structure.cu``) with one and
+        public_us: a kernel in the public structure (``bench/public_structure.cu``) with one and
             with three warps a row; empty for a ds_mla cache, which it does not have.
         dispatched: the configuration that a call would choose.
         candidates: time of every configuration.
@@ -160,7 +161,7 @@ class Problem:
             "true" if flag else "false" for flag in (self.query_fp8, self.cache == "fp8")
         )
         name = f"k3cupy::public_structure<__nv_bfloat16, {flags}, {split}>"
-        kernel = instances.load(Instance("bench_public_structure.cu", name), device)
+        kernel = instances.load(Instance("bench/public_structure.cu", name), device)
         tokens, heads, _ = self.out.shape
         warps = tokens * (heads + 1) * split
         queue = launch.make_launcher(
@@ -214,7 +215,7 @@ class Neighbours:
 
     def __init__(self, device: int, *, pdl: bool) -> None:
         def launcher(name: str) -> launch.Launcher:
-            kernel = instances.load(Instance("bench_chain.cu", f"k3cupy::{name}"), device)
+            kernel = instances.load(Instance("bench/chain.cu", f"k3cupy::{name}"), device)
             return launch.make_launcher(
                 device,
                 kernel.kernel,
@@ -347,15 +348,15 @@ def host_time(kind: str, tokens: int = 16, heads: int = 12) -> dict[str, float]:
 
 
 def as_document(entries: Sequence[Entry], commit: str | None = None) -> dict[str, Any]:
-    """Return a run as the JSON document that is kept under ``benchmarks/results``."""
-    return {
-        "benchmark": "decode",
-        "environment": environment.describe(torch.cuda.current_device(), commit),
-        "method": {
+    """Return a run as its document."""
+    return document.of(
+        "decode",
+        entries,
+        commit,
+        method={
             "launches_a_graph": LAUNCHES,
             "statistic": "median of 3 rounds of 9 replays, microseconds a launch",
             "chain": "time added to torch.bmm -> consumer; strides of the model",
         },
-        "host_us": {kind: host_time(kind) for kind in ("16bit+same", "fp8+fp8")},
-        "entries": [asdict(entry) for entry in entries],
-    }
+        host_us={kind: host_time(kind) for kind in ("16bit+same", "fp8+fp8")},
+    )

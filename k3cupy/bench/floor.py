@@ -15,7 +15,7 @@ _FLOOR_GRIDS = ((1, 512), (2, 256), (2, 512), (4, 256), (4, 512), (8, 256))
 def floor_us(timer: Timer) -> float:
     """Return the time of streaming a weight, with the best of several grids."""
     device = torch.cuda.current_device()
-    kernel = instances.load(Instance("bench_stream.cu", "k3cupy::stream_bytes"), device)
+    kernel = instances.load(Instance("bench/stream.cu", "k3cupy::stream_bytes"), device)
     sink = torch.zeros(1, device="cuda", dtype=torch.int32)
 
     def body(blocks_per_sm: int, block: int) -> Body:

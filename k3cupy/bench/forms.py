@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from k3cupy.ops import mla_decode_config, mla_prefill_config
 from k3cupy.ops.mla_decode_config import MlaDecodeVariant
@@ -31,6 +31,35 @@ class TableForm:
     choice: Callable[[Entry, DeviceInfo], Mapping[str, Any]]
 
 
+class Column(NamedTuple):
+    """A column of a benchmark's table.
+
+    Attributes:
+        name: its header.
+        cell: its text, from an entry and its summary.
+        is_words: written from the left; numbers are not.
+    """
+
+    name: str
+    cell: Callable[[Entry, Entry], str]
+    is_words: bool = False
+
+
+def _measured(field: str, form: str = ".2f", name: str | None = None) -> Column:
+    """Return the column of a field of an entry, under its own name without the unit."""
+    return Column(name or field.removesuffix("_us"), lambda e, _: format(e[field], form))
+
+
+def _derived(name: str, field: str, form: str = ".2f") -> Column:
+    """Return the column of a figure of a summary."""
+    return Column(name, lambda _, s: format(s[field], form))
+
+
+def _configured(which: str) -> Column:
+    """Return the column of the best or the dispatched configuration with its time."""
+    return Column(which, lambda _, s: f"{s[f'{which}_us']:.2f} ({s[which]})")
+
+
 @dataclass(frozen=True)
 class Form:
     """How one benchmark's entries are shown and used.
@@ -38,9 +67,8 @@ class Form:
     Attributes:
         title: of its table.
         marker: names the place of its results on a documentation page.
-        header: names of the columns.
-        left: how many columns, from the first, are words.
-        cells: an entry's columns.
+        summary: the figures of an entry that decide.
+        columns: of its table.
         identity: the fields that tell entries apart.
         is_for_page: whether the docs show an entry.
         table: what the shipped table takes from them, where one is made from this benchmark.
@@ -48,12 +76,16 @@ class Form:
 
     title: str
     marker: str
-    header: tuple[str, ...]
-    left: int
-    cells: Callable[[Entry], list[str]]
+    summary: Callable[[Entry], Entry]
+    columns: tuple[Column, ...]
     identity: tuple[str, ...]
     is_for_page: Callable[[Entry], bool] = lambda entry: True
     table: TableForm | None = None
+
+    def cells(self, entry: Entry) -> list[str]:
+        """Return an entry's row."""
+        summary = self.summary(entry)
+        return [column.cell(entry, summary) for column in self.columns]
 
 
 def form_of(document: Mapping[str, Any]) -> Form:
@@ -113,20 +145,8 @@ def decode_summary(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _decode_cells(entry: Entry) -> list[str]:
-    s = decode_summary(entry)
-    return [
-        entry["kind"],
-        entry["scenario"],
-        "on" if entry["pdl"] else "off",
-        str(entry["tokens"]),
-        f"{entry['empty_us']:.2f}",
-        f"{entry['torch_us']:.2f}",
-        " / ".join(f"{us:.2f}" for us in entry["public_us"].values()) or "-",
-        f"{s['split1_us']:.2f} / {s['split3_us']:.2f}",
-        f"{s['best_us']:.2f} ({s['best']})",
-        f"{s['dispatched_us']:.2f} ({s['dispatched']})",
-    ]
+def _slashed(times: Iterable[float]) -> str:
+    return " / ".join(f"{us:.2f}" for us in times)
 
 
 def _decode_choice(entry: Entry, gpu: DeviceInfo) -> Mapping[str, Any]:
@@ -156,23 +176,8 @@ def prefill_summary(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _prefill_cells(entry: Entry) -> list[str]:
-    s = prefill_summary(entry)
-    return [
-        entry["kind"].removeprefix("fused_mla_") + (" (RoPE)" if entry["rope"] else ""),
-        str(entry["tokens"]),
-        str(entry["heads"]),
-        f"{entry['bytes'] / 1e6:.2f}",
-        f"{entry['copy_us']:.2f}",
-        f"{entry['row_copy_us']:.2f}",
-        f"{entry['torch_us']:.2f}",
-        f"{s['best_us']:.2f} ({s['best']})",
-        f"{s['dispatched_us']:.2f} ({s['dispatched']})",
-        f"{s['gigabytes_a_second']:.0f}",
-        f"{100 * s['of_copy_bandwidth']:.0f}%",
-        f"{s['over_row_copy']:.2f}",
-        f"{s['over_torch']:.1f}",
-    ]
+def _prefill_operation(entry: Entry, _: Entry) -> str:
+    return str(entry["kind"]).removeprefix("fused_mla_") + (" (RoPE)" if entry["rope"] else "")
 
 
 def _prefill_choice(entry: Entry, gpu: DeviceInfo) -> Mapping[str, Any]:
@@ -212,23 +217,9 @@ def gemm_summary(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _gemm_cells(entry: Entry) -> list[str]:
-    s = gemm_summary(entry)
+def _gemm_tile(entry: Entry, _: Entry) -> str:
     c = entry["dispatched"]
-    return [
-        entry["kind"],
-        str(entry["tokens"]),
-        f"{entry['floor_us']:.2f}",
-        f"{entry['linear_us']:.2f}",
-        f"{s['dispatched_us']:.2f}",
-        f"{s['over_floor']:.2f}",
-        f"{s['over_linear']:.2f}",
-        f"{s['hot_over_linear']:.2f}",
-        f"{s['strided_over_packed']:.2f}",
-        f"{s['waiting_over_static']:.2f}",
-        f"{s['invariant_over_dispatched']:.2f}",
-        f"{c['tile_m']}x{c['tile_n']}x{c['tile_k']}, {c['stages']}, split {c['split_k']}",
-    ]
+    return f"{c['tile_m']}x{c['tile_n']}x{c['tile_k']}, {c['stages']}, split {c['split_k']}"
 
 
 # --- Low-latency linear --------------------------------------------------------------------------
@@ -254,39 +245,23 @@ def linear_summary(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _linear_cells(entry: Entry) -> list[str]:
-    s = linear_summary(entry)
-    return [
-        entry["kind"],
-        str(entry["tokens"]),
-        f"{entry['floor_us']:.2f}",
-        f"{entry['linear_us']:.2f}",
-        f"{entry['dispatched_us']:.2f}",
-        f"{s['speed_up']:.2f}",
-        f"{s['over_floor']:.2f}",
-        f"{s['over_best']:.3f}" if entry["candidates"] else "-",
-        entry["dispatched"],
-    ]
-
-
 FORMS = {
     "decode": Form(
         title="MLA decode epilogue, microseconds a launch",
         marker="results",
-        header=(
-            "formats",
-            "scenario",
-            "PDL",
-            "B",
-            "empty",
-            "torch",
-            "public 1 / 3",
-            "split 1 / 3",
-            "best",
-            "dispatched",
+        summary=decode_summary,
+        columns=(
+            Column("formats", lambda e, _: e["kind"], is_words=True),
+            Column("scenario", lambda e, _: e["scenario"], is_words=True),
+            Column("PDL", lambda e, _: "on" if e["pdl"] else "off", is_words=True),
+            _measured("tokens", "d", "B"),
+            _measured("empty_us"),
+            _measured("torch_us"),
+            Column("public 1 / 3", lambda e, _: _slashed(e["public_us"].values()) or "-"),
+            Column("split 1 / 3", lambda _, s: _slashed((s["split1_us"], s["split3_us"]))),
+            _configured("best"),
+            _configured("dispatched"),
         ),
-        left=3,
-        cells=_decode_cells,
         identity=("kind", "tokens", "heads", "scenario", "pdl"),
         table=TableForm(
             unit="us added to the chain, PDL on",
@@ -298,23 +273,22 @@ FORMS = {
     "prefill": Form(
         title="MLA prefill and context epilogues, microseconds a launch",
         marker="prefill-results",
-        header=(
-            "operation",
-            "T",
-            "H",
-            "MB",
-            "copy",
-            "warp a row",
-            "torch",
-            "best",
-            "dispatched",
-            "GB/s",
-            "of copy",
-            "x warp a row",
-            "torch x",
+        summary=prefill_summary,
+        columns=(
+            Column("operation", _prefill_operation, is_words=True),
+            _measured("tokens", "d", "T"),
+            _measured("heads", "d", "H"),
+            Column("MB", lambda e, _: f"{e['bytes'] / 1e6:.2f}"),
+            _measured("copy_us"),
+            _measured("row_copy_us", name="warp a row"),
+            _measured("torch_us"),
+            _configured("best"),
+            _configured("dispatched"),
+            _derived("GB/s", "gigabytes_a_second", ".0f"),
+            _derived("of copy", "of_copy_bandwidth", ".0%"),
+            _derived("x warp a row", "over_row_copy"),
+            _derived("torch x", "over_torch", ".1f"),
         ),
-        left=1,
-        cells=_prefill_cells,
         identity=("kind", "tokens", "heads", "rope"),
         table=TableForm(
             unit="us a launch",
@@ -326,41 +300,39 @@ FORMS = {
     "gemm": Form(
         title="Fused-A GEMM, cold weights, microseconds a launch",
         marker="gemm-results",
-        header=(
-            "N x K",
-            "M",
-            "floor",
-            "F.linear",
-            "ours",
-            "x floor",
-            "x linear",
-            "hot x linear",
-            "strided",
-            "waiting",
-            "invariant",
-            "tile, stages, split",
+        summary=gemm_summary,
+        columns=(
+            Column("N x K", lambda e, _: e["kind"], is_words=True),
+            _measured("tokens", "d", "M"),
+            _measured("floor_us"),
+            _measured("linear_us", name="F.linear"),
+            _derived("ours", "dispatched_us"),
+            _derived("x floor", "over_floor"),
+            _derived("x linear", "over_linear"),
+            _derived("hot x linear", "hot_over_linear"),
+            _derived("strided", "strided_over_packed"),
+            _derived("waiting", "waiting_over_static"),
+            _derived("invariant", "invariant_over_dispatched"),
+            Column("tile, stages, split", _gemm_tile),
         ),
-        left=1,
-        cells=_gemm_cells,
         identity=("kind", "tokens"),
         is_for_page=lambda entry: entry["kind"] in PAGE_SHAPES,
     ),
     "linear": Form(
         title="Low-latency linear, cold weights, microseconds a launch",
         marker="linear-results",
-        header=(
-            "N x K",
-            "M",
-            "floor",
-            "F.linear",
-            "ours",
-            "speed-up",
-            "x floor",
-            "x best",
-            "what ran",
+        summary=linear_summary,
+        columns=(
+            Column("N x K", lambda e, _: e["kind"], is_words=True),
+            _measured("tokens", "d", "M"),
+            _measured("floor_us"),
+            _measured("linear_us", name="F.linear"),
+            _measured("dispatched_us", name="ours"),
+            _derived("speed-up", "speed_up"),
+            _derived("x floor", "over_floor"),
+            Column("x best", lambda e, s: f"{s['over_best']:.3f}" if e["candidates"] else "-"),
+            Column("what ran", lambda e, _: e["dispatched"]),
         ),
-        left=1,
-        cells=_linear_cells,
         identity=("kind", "tokens"),
         is_for_page=lambda entry: (
             entry["tokens"] in _PAGE_TOKENS

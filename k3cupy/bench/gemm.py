@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 import k3cupy
+from k3cupy.bench import document
 from k3cupy.bench.floor import floor_us
 from k3cupy.ops.fused_a_gemm_choice import choose
 from k3cupy.ops.fused_a_gemm_config import FusedAGemmConfig, FusedAGemmVariant
 from k3cupy.ops.gemm_tables import TOKEN_CLASSES
 from k3cupy.runtime import devices, instances
 from k3cupy.runtime.instances import Instance
-from k3cupy.timing import environment, graphs
+from k3cupy.timing import graphs
 from k3cupy.timing.cold import COLD_BYTES, Body, Timer, pool_of, weights_of
 from k3cupy.timing.products import Product
 
@@ -163,16 +164,16 @@ def host_time(n: int = 2112, k: int = 7168, tokens: int = 16) -> dict[str, float
 
 
 def as_document(entries: Sequence[Entry], commit: str | None = None) -> dict[str, Any]:
-    """Return a run as the JSON document that is kept under ``benchmarks/results``."""
-    return {
-        "benchmark": "gemm",
-        "environment": environment.describe(torch.cuda.current_device(), commit),
-        "method": {
+    """Return a run as its document."""
+    return document.of(
+        "gemm",
+        entries,
+        commit,
+        method={
             "statistic": "median of 3 rounds of 5 replays of a CUDA graph, microseconds a launch",
             "weights": f"cold: {COLD_BYTES >> 20} MiB of weights take turns; hot: one weight",
             "floor": "16-byte loads of the weight, the best of six grids, PDL on",
             "ours": "PDL on, weight_is_static promised, except waiting_us",
         },
-        "host_us": {"fused_a_gemm": host_time()},
-        "entries": [asdict(entry) for entry in entries],
-    }
+        host_us={"fused_a_gemm": host_time()},
+    )

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 import k3cupy
 from k3cupy import projections
+from k3cupy.bench import document
 from k3cupy.bench.floor import floor_us
 from k3cupy.bench.forms import PAGE_SHAPES
 from k3cupy.dispatch import backends
@@ -28,7 +29,7 @@ from k3cupy.ops.gemm_entry import FUSED_A, SKINNY
 from k3cupy.projections import StridedCase
 from k3cupy.runtime import devices, instances
 from k3cupy.runtime.devices import DeviceInfo
-from k3cupy.timing import environment, graphs
+from k3cupy.timing import graphs
 from k3cupy.timing.cold import COLD_BYTES, Body, Effort, Timer, pool_of, weights_of
 from k3cupy.timing.products import Product
 
@@ -224,18 +225,18 @@ def host_time(n: int = 2112, k: int = 7168, tokens: int = 4) -> dict[str, float]
 
 
 def as_document(entries: Sequence[Entry], commit: str | None = None) -> dict[str, Any]:
-    """Return a run as the JSON document that is kept under ``benchmarks/results``."""
-    return {
-        "benchmark": "linear",
-        "environment": environment.describe(torch.cuda.current_device(), commit),
-        "method": {
+    """Return a run as its document."""
+    return document.of(
+        "linear",
+        entries,
+        commit,
+        method={
             "statistic": "median of 5 rounds of 5 replays of a CUDA graph, microseconds a launch",
             "weights": f"cold: {COLD_BYTES >> 20} MiB of weights take turns",
             "floor": "16-byte loads of the weight, the best of six grids, PDL on",
             "ours": "low_latency_linear with weight_is_static; candidates: PDL on, the same "
             "promise, output given",
         },
-        "host_us": {"2112x7168, M = 4": host_time()},
-        "remarks": remarks(entries),
-        "entries": [asdict(entry) for entry in entries],
-    }
+        host_us={"2112x7168, M = 4": host_time()},
+        remarks=remarks(entries),
+    )

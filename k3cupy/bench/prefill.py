@@ -7,15 +7,17 @@ the tensors of one launch after the other are different ones, so that none is fo
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 import k3cupy
+from k3cupy.bench import document
 from k3cupy.constants import (
     DS_MLA_ROW_BYTES,
     KV_LORA_RANK,
@@ -39,7 +41,7 @@ from k3cupy.ops.mla_prefill_config import (
 from k3cupy.ops.mla_prefill_validate import OPERATIONS
 from k3cupy.runtime import instances, launch
 from k3cupy.runtime.instances import Instance
-from k3cupy.timing import environment, graphs
+from k3cupy.timing import graphs
 
 TOKENS = (1, 4, 16, 64, 512, 4096, 16_384, 65_536)
 
@@ -47,7 +49,7 @@ _BLOCK_SIZE = 64
 _POSITIONS = 4096
 _QKV_A_WIDTH = 2112
 _THREADS = 256
-_ROW_BYTES = 1152  # of a row of bench_row_copy.cu
+_ROW_BYTES = 1152  # of a row of bench/row_copy.cu
 
 _GRAPH_US = 1500.0
 _MAX_LAUNCHES = 200
@@ -55,6 +57,9 @@ _ASSUMED_BYTES_A_US = 4e6
 _ROTATE_FROM = 4096
 _ROTATED_BYTES = 200 << 20
 _SAMPLES = 64
+
+
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -301,7 +306,7 @@ class Copies:
         self._source = torch.ones(self._rows * _ROW_BYTES, device="cuda", dtype=torch.uint8)
         self._target = torch.zeros_like(self._source)
         kernel = instances.load(
-            Instance("bench_row_copy.cu", "k3cupy::copy_rows"), torch.cuda.current_device()
+            Instance("bench/row_copy.cu", "k3cupy::copy_rows"), torch.cuda.current_device()
         )
         self._queue = launch.make_launcher(
             torch.cuda.current_device(),
@@ -344,7 +349,7 @@ def run_entry(
     problems[0].check(candidates)
     copies = [Copies(size) for _ in range(sets)]
 
-    def in_turns(run: Callable[[Any], None], of: Sequence[Any]) -> Callable[[], None]:
+    def in_turns(run: Callable[[_T], None], of: Sequence[_T]) -> Callable[[], None]:
         turn = itertools.cycle(of)
         return lambda: run(next(turn))
 
@@ -353,7 +358,7 @@ def run_entry(
         in_turns(Copies.one_warp_a_row, copies),
         in_turns(Problem.unfused, problems),
         *(
-            in_turns(lambda problem, config=config: problem.run(config), problems)  # type: ignore[misc]
+            in_turns(functools.partial(Problem.run, config=config), problems)
             for config in candidates
         ),
     ]
@@ -399,15 +404,15 @@ def run(
 
 
 def as_document(entries: Sequence[Entry], commit: str | None = None) -> dict[str, Any]:
-    """Return a run as the JSON document that is kept under ``benchmarks/results``."""
-    return {
-        "benchmark": "prefill",
-        "environment": environment.describe(torch.cuda.current_device(), commit),
-        "method": {
+    """Return a run as its document."""
+    return document.of(
+        "prefill",
+        entries,
+        commit,
+        method={
             "statistic": "median of 3 rounds of 5 replays of a CUDA graph, microseconds a launch",
             "tensors": f"from {_ROTATE_FROM} tokens on several sets take turns, "
             f"{_ROTATED_BYTES >> 20} MiB at least",
             "bytes": "each byte read and written, counted once",
         },
-        "entries": [asdict(entry) for entry in entries],
-    }
+    )

@@ -18,8 +18,8 @@ def print_table(document: Mapping[str, Any]) -> None:
     """Print a document's entries to the terminal; times in microseconds."""
     form = form_of(document)
     table = Table(title=form.title)
-    for i, name in enumerate(form.header):
-        table.add_column(name, justify="left" if i < form.left else "right")
+    for column in form.columns:
+        table.add_column(column.name, justify="left" if column.is_words else "right")
     for entry in document["entries"]:
         table.add_row(*form.cells(entry))
     console = Console(soft_wrap=True)
@@ -40,8 +40,8 @@ def markdown(document: Mapping[str, Any]) -> str:
         f"{e['gpu']} ({e['num_sms']} SMs), driver {e['driver']}, NVRTC {e['nvrtc']}, {packages}, "
         f"commit {e['commit'][:12]}, {e['date']}. Microseconds a launch.",
         "",
-        "| " + " | ".join(form.header) + " |",
-        "|" + " --- |" * len(form.header),
+        "| " + " | ".join(column.name for column in form.columns) + " |",
+        "|" + " --- |" * len(form.columns),
     ]
     shown = filter(form.is_for_page, document["entries"])
     lines += ["| " + " | ".join(form.cells(entry)) + " |" for entry in shown]

@@ -1,1 +1,1 @@
-"""One module an operation: validate, return early when empty, choose the instance, launch."""
+"""The public functions, one file an operation: each joins accept, choose, kernels and call."""

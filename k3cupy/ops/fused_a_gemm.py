@@ -6,25 +6,28 @@ Source: the public fused-A GEMM of DeepSeek-V3 as SGLang and vLLM have it, whose
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from k3cupy.ops import checks, gemm_tables
-from k3cupy.ops.arguments import Values
-from k3cupy.ops.decision import Decision
-from k3cupy.ops.fused_a_gemm_config import SOURCE, FusedAGemmConfig
-from k3cupy.ops.fused_a_gemm_plan import Options, decide, make_plan
-from k3cupy.ops.fused_a_gemm_validate import PUBLIC, check_config, validate
-from k3cupy.ops.gemm_validate import FRIENDLY, Form
-from k3cupy.ops.plan_cache import PlanCache
-from k3cupy.runtime import sources
+from k3cupy.accept import checks, gemm
+from k3cupy.accept.gemm import GemmProblem, Signature, check_fused_a_config
+from k3cupy.call.arguments import Values
+from k3cupy.call.choice import Choice
+from k3cupy.call.launch import Launch
+from k3cupy.call.operation import Given, Operation
+from k3cupy.choose.gemm import FUSED_A, choose
+from k3cupy.kernels import fused_a_gemm as kernel
+from k3cupy.kernels.fused_a_gemm import MAX_TOKENS, FusedAGemmConfig
+from k3cupy.reference.fused_a_gemm import fused_a_gemm_reference
+from k3cupy.runtime.devices import DeviceInfo
 
 
 def fused_a_gemm(
     x: Any,
     weight: Any,
-    out: Any = None,
-    *,
     residual: Any = None,
+    *,
+    out: Any = None,
     pdl: bool | None = None,
     weight_is_static: bool = False,
     batch_invariant: bool = False,
@@ -43,10 +46,10 @@ def fused_a_gemm(
             may be a column slice of a wider tensor. Rows that begin at multiples of 16 bytes are
             read by the fast path, all others element by element.
         weight: [N, K] bfloat16, contiguous, at a multiple of 16 bytes.
-        out: [M, N] bfloat16, to be written and returned instead of a new tensor. Inner stride 1,
-            rows apart from one another.
         residual: [M, N] bfloat16, added to the sums in float32. Inner stride 1, row stride and
             address free. It may be ``out`` itself, to add in place; another overlap is refused.
+        out: [M, N] bfloat16, to be written and returned instead of a new tensor. Inner stride 1,
+            rows apart from one another.
         pdl: programmatic dependent launch. None: on, where the GPU has it (sm_90 and newer).
             False: the launch waits for the end of the preceding kernel. The kernel itself waits for
             its predecessor before it reads x or the residual, so both are safe.
@@ -74,20 +77,19 @@ def fused_a_gemm(
         >>> k3cupy.fused_a_gemm(x[:, :1536], weight).shape
         torch.Size([4, 2304])
         >>> residual = torch.randn(4, 2304, dtype=torch.bfloat16)
-        >>> out = k3cupy.fused_a_gemm(x[:, :1536], weight, residual, residual=residual)  # in place
+        >>> out = k3cupy.fused_a_gemm(x[:, :1536], weight, residual, out=residual)  # in place
         >>> out is residual
         True
     """
-    if config is not None:
-        check_config(config)
     if (
-        type(weight_is_static) is not bool
+        config is not None
+        or type(weight_is_static) is not bool
         or type(batch_invariant) is not bool
         or type(pdl) not in _OPTIONAL
     ):
-        _check_flags(pdl, weight_is_static, batch_invariant)
-    values, options = (x, weight, out, residual), (pdl, weight_is_static, batch_invariant, config)
-    return _run(FRIENDLY, values, options, stream)
+        _check(locals())
+    options = (pdl, weight_is_static, batch_invariant, config)
+    return OPERATION((x, weight, residual, out), options, stream)
 
 
 def dsv3_fused_a_gemm(output: Any, mat_a: Any, mat_b: Any, enable_pdl: bool = False) -> None:
@@ -114,63 +116,91 @@ def dsv3_fused_a_gemm(output: Any, mat_a: Any, mat_b: Any, enable_pdl: bool = Fa
         >>> output[0, 0]
         tensor(128., dtype=torch.bfloat16)
     """
-    checks.check_flags(enable_pdl=enable_pdl)
-    _run(PUBLIC, (mat_a, mat_b, output, None), (enable_pdl, enable_pdl, False, None), None)
+    checks.check_flags(locals(), "enable_pdl")
+    _DSV3((mat_a, mat_b, None, output), (enable_pdl, enable_pdl, False, None), None)
 
 
-def explain_fused_a_gemm(
-    x: Any,
-    weight: Any,
-    out: Any = None,
-    *,
-    residual: Any = None,
-    pdl: bool | None = None,
-    weight_is_static: bool = False,
-    batch_invariant: bool = False,
-    stream: Any = None,
-    config: FusedAGemmConfig | None = None,
-) -> Decision:
+def explain_fused_a_gemm(*args: Any, **kwargs: Any) -> Choice:
     """Say what ``fused_a_gemm`` would run, and why; launch nothing.
 
-    Takes the arguments of that function, validates them as it does, and raises the same errors.
-
-    Returns:
-        Backend, configuration, template instance and the reason in words.
+    Takes the arguments of that function, and raises the same errors.
 
     Example:
         >>> import torch, k3cupy
         >>> x, weight = torch.ones(4, 128).bfloat16(), torch.ones(256, 128).bfloat16()
         >>> print(k3cupy.explain_fused_a_gemm(x, weight))
-        reference: the tensors are on the CPU
+        fused_a on the CPU: the tensors are on the CPU
     """
-    _check_flags(pdl, weight_is_static, batch_invariant)
-    options = Options(pdl, weight_is_static, batch_invariant, check_config(config))
-    values = (x, weight, out, residual)
-    problem = validate(FRIENDLY, values, weight_is_static=weight_is_static)
-    checks.check_grad(problem.views)
-    return decide(problem, options)
+    return OPERATION.explain(args, kwargs, _check)
 
 
-_plans = PlanCache()
 _OPTIONAL = (type(None), bool)
 
 
-def _check_flags(pdl: Any, weight_is_static: Any, batch_invariant: Any) -> None:
-    checks.check_flags(pdl=pdl, weight_is_static=weight_is_static, batch_invariant=batch_invariant)
+def _check(given: Given) -> None:
+    checks.check_flags(given, "pdl", "weight_is_static", "batch_invariant")
+    check_fused_a_config(given["config"])
 
 
-def _run(
-    form: Form,
-    values: Values,
-    options: tuple[bool | None, bool, bool, FusedAGemmConfig | None],
-    stream: Any,
-) -> Any:
-    addresses, signature, owners = form.arguments.probe(values, stream)
-    key = (form, *signature, options, gemm_tables.generation(), sources.epoch(SOURCE))
-    plan = _plans.get(key)
-    if plan is None:
-        plan = make_plan(form, values, Options(*options), stream)
-        _plans.remember(key, plan)
-    result = plan.run(values, addresses, stream)
-    del owners  # memory that exists only for this call has been used, or queued to be
-    return result
+def _choose(problem: GemmProblem, gpu: DeviceInfo, given: Given) -> Choice:
+    return choose(
+        (FUSED_A,),
+        problem.n,
+        problem.k,
+        problem.num_tokens,
+        gpu,
+        residual=problem.residual is not None,
+        batch_invariant=given["batch_invariant"],
+        config=check_fused_a_config(given["config"], problem.num_tokens, gpu),
+        why_not_mapped=kernel.why_not_mapped(problem, slice(0, problem.num_tokens)),
+    )
+
+
+def slices(num_tokens: int) -> list[slice]:
+    """Return the rows of each launch; more than one only in batch-invariant mode."""
+    starts = range(0, num_tokens, MAX_TOKENS)
+    return [slice(start, min(start + MAX_TOKENS, num_tokens)) for start in starts]
+
+
+def _launches(problem: GemmProblem, config: FusedAGemmConfig, gpu: DeviceInfo) -> list[Launch]:
+    found = []
+    for rows in slices(problem.num_tokens):
+        count = rows.stop - rows.start
+        if count < min(problem.num_tokens, MAX_TOKENS):  # the rest behind whole slices
+            why_not = kernel.why_not_mapped(problem, rows)
+            n, k = problem.n, problem.k
+            config = choose(
+                (FUSED_A,), n, k, count, gpu, batch_invariant=True, why_not_mapped=why_not
+            ).config
+        found.append(kernel.launch(problem, config, rows))
+    return found
+
+
+def _compute(problem: GemmProblem, arrays: dict[str, Any]) -> None:
+    names = problem.signature
+    weight = arrays[names.weight]
+    weight = weight.T if names.is_transposed else weight
+    fused_a_gemm_reference(arrays[names.x], weight, arrays[names.out], arrays.get(gemm.RESIDUAL))
+
+
+def _operation(function: Callable[..., Any], signature: Signature) -> Operation:
+    def accept(values: Values, given: Given) -> GemmProblem:
+        static = given["weight_is_static"]
+        problem = gemm.accept(signature, gemm.FUSED_A, values, weight_is_static=static)
+        check_fused_a_config(given["config"], problem.num_tokens)
+        return problem
+
+    return Operation(
+        function=function,
+        kernel=kernel,
+        arguments=signature.arguments,
+        options=("pdl", "weight_is_static", "batch_invariant", "config"),
+        accept=accept,
+        choose=_choose,
+        reference=_compute,
+        launches=_launches,
+    )
+
+
+OPERATION = _operation(fused_a_gemm, gemm.OURS)
+_DSV3 = _operation(dsv3_fused_a_gemm, gemm.DSV3)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from k3cupy.ops import checks
-from k3cupy.ops.decision import Decision
-from k3cupy.ops.mla_decode_config import SOURCE, MlaDecodeConfig
-from k3cupy.ops.mla_decode_plan import decide, make_plan
-from k3cupy.ops.mla_decode_validate import ARGUMENTS, MlaDecodeCall, check_split, validate
-from k3cupy.ops.plan_cache import PlanCache
-from k3cupy.runtime import producers, sources
+from k3cupy.accept import checks, mla, mla_decode
+from k3cupy.call.arguments import Values
+from k3cupy.call.choice import Choice
+from k3cupy.call.operation import Given, Operation
+from k3cupy.choose.mla import choose_decode
+from k3cupy.kernels import mla_decode as kernel
+from k3cupy.kernels.mla_decode import MlaDecodeConfig
+from k3cupy.reference.mla_decode import mla_decode_reference
+from k3cupy.runtime.devices import DeviceInfo
 
 
 def fused_mla_decode_q_concat_kv_cache_insert(
@@ -29,9 +30,9 @@ def fused_mla_decode_q_concat_kv_cache_insert(
     cos_sin_cache: Any = None,
     out: Any = None,
     stream: Any = None,
-    split: int | MlaDecodeConfig | None = None,
     pdl: bool | None = None,
     kv_inputs_ready: bool = False,
+    config: MlaDecodeConfig | None = None,
 ) -> Any:
     """Join the absorbed decode query and write the latent row into the paged cache, in one launch.
 
@@ -63,14 +64,14 @@ def fused_mla_decode_q_concat_kv_cache_insert(
         stream: an int handle or an object with ``__cuda_stream__``. By default PyTorch's current
             stream, or CuPy's where no argument is a PyTorch tensor. PyTorch tensors used on another
             stream are recorded with its allocator; CuPy arrays must outlive the kernel.
-        split: mapping of threads to a row: None takes the measured table, 0 is flat, 1 or 3 are the
-            warps that share a row; or a whole ``MlaDecodeConfig``. All give the same bits.
         pdl: programmatic dependent launch. None: on, where the GPU has it (sm_90 and newer).
             False: the launch waits for the end of the preceding kernel. The kernel itself waits for
             its predecessor before it reads, so both are safe.
         kv_inputs_ready: a promise: kv_c_normed, k_pe, slot_mapping, the cache scale, positions and
             the table were complete before the preceding kernel began, and the preceding kernel does
             not touch the cache rows written here. The cache blocks then skip the wait.
+        config: how threads are mapped to a row; None takes the measured one. All give the same
+            bits.
 
     Returns:
         mqa_q, [B, H, 576] contiguous, in the inputs' type, or e4m3 with ``q_scale_inv``: a tensor
@@ -107,75 +108,55 @@ def fused_mla_decode_q_concat_kv_cache_insert(
         cos_sin_cache,
         out,
     )
-    if out is positions is cos_sin_cache is q_scale_inv is cache_scale_inv is None:
-        probed = producers.probe_six_torch(ql_nope, q_pe, kv_c_normed, k_pe, kv_cache, slot_mapping)
-    else:
-        probed = None
-    if split is not None:
-        check_split(split)
-    if type(ds_mla) is not bool or type(kv_inputs_ready) is not bool or type(pdl) not in _OPTIONAL:
-        checks.check_flags(ds_mla=ds_mla, kv_inputs_ready=kv_inputs_ready, pdl=pdl)
-    owners: list[Any] = []
-    signature: Sequence[Any]
-    if probed is not None:
-        addresses, signature = probed
-    else:
-        addresses, signature, owners = ARGUMENTS.probe(values, stream)
-    key = (*signature, ds_mla, kv_inputs_ready, split, pdl, sources.epoch(SOURCE))
-    plan = _plans.get(key)
-    if plan is None:
-        plan = make_plan(MlaDecodeCall(values, ds_mla, kv_inputs_ready), split, pdl, stream)
-        _plans.remember(key, plan)
-    result = plan.run(values, addresses, stream)
-    del owners  # memory that exists only for this call has been used, or queued to be
-    return result
+    if (
+        config is not None
+        or type(ds_mla) is not bool
+        or type(kv_inputs_ready) is not bool
+        or type(pdl) not in _OPTIONAL
+    ):
+        _check(locals())
+    return _OPERATION(values, (ds_mla, kv_inputs_ready, pdl, config), stream)
 
 
-def explain_mla_decode(
-    ql_nope: Any,
-    q_pe: Any,
-    kv_c_normed: Any,
-    k_pe: Any,
-    kv_cache: Any,
-    slot_mapping: Any,
-    *,
-    ds_mla: bool = False,
-    q_scale_inv: Any = None,
-    cache_scale_inv: Any = None,
-    positions: Any = None,
-    cos_sin_cache: Any = None,
-    out: Any = None,
-    stream: Any = None,
-    split: int | MlaDecodeConfig | None = None,
-    pdl: bool | None = None,
-    kv_inputs_ready: bool = False,
-) -> Decision:
+def explain_mla_decode(*args: Any, **kwargs: Any) -> Choice:
     """Say what ``fused_mla_decode_q_concat_kv_cache_insert`` would run, and why; launch nothing.
 
-    Takes the arguments of that function, validates them as it does, and raises the same errors.
-
-    Returns:
-        Backend, configuration, template instance and the reason in words.
+    Takes the arguments of that function, and raises the same errors.
     """
-    values = (
-        ql_nope,
-        q_pe,
-        kv_c_normed,
-        k_pe,
-        kv_cache,
-        slot_mapping,
-        q_scale_inv,
-        cache_scale_inv,
-        positions,
-        cos_sin_cache,
-        out,
-    )
-    checks.check_flags(ds_mla=ds_mla, kv_inputs_ready=kv_inputs_ready, pdl=pdl)
-    call = MlaDecodeCall(values, ds_mla, kv_inputs_ready)
-    problem = validate(call)
-    checks.check_grad(problem.views)
-    return decide(problem, check_split(split), pdl)
+    return _OPERATION.explain(args, kwargs, _check)
 
 
-_plans = PlanCache()
 _OPTIONAL = (type(None), bool)
+
+
+def _check(given: Given) -> None:
+    checks.check_flags(given, "ds_mla", "kv_inputs_ready", "pdl")
+    checks.check_config(given["config"], MlaDecodeConfig)
+
+
+def _accept(values: Values, given: Given) -> mla.MlaProblem:
+    ready = given["kv_inputs_ready"]
+    return mla_decode.accept(values, ds_mla=given["ds_mla"], kv_inputs_ready=ready)
+
+
+def _choose(problem: mla.MlaProblem, gpu: DeviceInfo, given: Given) -> Choice:
+    tokens, heads = problem.num_tokens, problem.num_heads
+    return choose_decode(problem.variant, tokens, heads, gpu, given["config"])
+
+
+def _compute(problem: mla.MlaProblem, arrays: dict[str, Any]) -> None:
+    mla_decode_reference(
+        **mla.reference_arrays(problem, arrays), ds_mla=problem.variant.cache == "ds_mla"
+    )
+
+
+_OPERATION = Operation(
+    function=fused_mla_decode_q_concat_kv_cache_insert,
+    kernel=kernel,
+    arguments=mla_decode.ARGUMENTS,
+    options=("ds_mla", "kv_inputs_ready", "pdl", "config"),
+    accept=_accept,
+    choose=_choose,
+    reference=_compute,
+    verify=mla.verify,
+)

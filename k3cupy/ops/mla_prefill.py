@@ -24,26 +24,29 @@ Source: the public Kimi-K3 prefill epilogues of vLLM, whose names and arguments 
 
 from __future__ import annotations
 
-import inspect
+import functools
+from collections.abc import Callable
 from typing import Any
 
-from k3cupy.ops import checks
-from k3cupy.ops.arguments import Values
-from k3cupy.ops.decision import Decision
-from k3cupy.ops.mla_prefill_config import (
+from k3cupy.accept import checks, mla
+from k3cupy.accept.mla_prefill import SIGNATURES, Signature, accept
+from k3cupy.call.arguments import Values
+from k3cupy.call.choice import Choice
+from k3cupy.call.operation import Given, Operation
+from k3cupy.choose.mla import choose_prefill
+from k3cupy.kernels import mla_prefill as kernel
+from k3cupy.kernels.mla_prefill import (
     KEY_CONCAT,
     KEY_CONCAT_DS_MLA,
     KV_CONCAT,
     KV_CONCAT_QUANT,
     OPS,
     QKV_QUANT,
-    SOURCE,
     MlaPrefillConfig,
 )
-from k3cupy.ops.mla_prefill_plan import decide, make_plan
-from k3cupy.ops.mla_prefill_validate import OPERATIONS, Operation, check_config, validate
-from k3cupy.ops.plan_cache import PlanCache
-from k3cupy.runtime import sources
+from k3cupy.reference import mla_prefill as reference
+from k3cupy.runtime.devices import DeviceInfo
+from k3cupy.runtime.errors import reject
 
 
 def fused_mla_key_concat_kv_cache_insert(
@@ -103,7 +106,7 @@ def fused_mla_key_concat_kv_cache_insert(
         torch.Size([3, 12, 192])
     """
     inputs = (q, k_nope, k_pe, kv_c_normed, kv_cache, slot_mapping, positions, cos_sin_cache)
-    return _run(OPERATIONS[KEY_CONCAT], inputs, out, stream, pdl, config)
+    return _run(KEY_CONCAT, inputs, out, stream, pdl, config)
 
 
 def fused_mla_key_concat_ds_mla_insert(
@@ -158,7 +161,7 @@ def fused_mla_key_concat_ds_mla_insert(
         torch.Size([3, 12, 192])
     """
     inputs = (q, k_nope, k_pe, kv_c_normed, kv_cache, slot_mapping, positions, cos_sin_cache)
-    return _run(OPERATIONS[KEY_CONCAT_DS_MLA], inputs, out, stream, pdl, config)
+    return _run(KEY_CONCAT_DS_MLA, inputs, out, stream, pdl, config)
 
 
 def fused_mla_qkv_quant_kv_cache_fp8_insert(
@@ -230,7 +233,7 @@ def fused_mla_qkv_quant_kv_cache_fp8_insert(
         *(q, k_nope, k_pe, kv_c_normed, v, kv_cache, slot_mapping),
         *(q_scale_inv, k_scale_inv, v_scale_inv, cache_scale_inv, positions, cos_sin_cache),
     )
-    return _run(OPERATIONS[QKV_QUANT], inputs, out, stream, pdl, config)
+    return _run(QKV_QUANT, inputs, out, stream, pdl, config)
 
 
 def fused_mla_kv_concat(
@@ -264,7 +267,7 @@ def fused_mla_kv_concat(
         >>> k3cupy.fused_mla_kv_concat(kv[..., :128], kv[:, 0, :64]).shape
         torch.Size([3, 12, 192])
     """
-    return _run(OPERATIONS[KV_CONCAT], (k_nope, k_pe), out, stream, pdl, config)
+    return _run(KV_CONCAT, (k_nope, k_pe), out, stream, pdl, config)
 
 
 def fused_mla_kv_concat_quant_fp8(
@@ -307,10 +310,10 @@ def fused_mla_kv_concat_quant_fp8(
         >>> k8.shape, v8.shape
         (torch.Size([3, 12, 192]), torch.Size([3, 12, 128]))
     """
-    return _run(OPERATIONS[KV_CONCAT_QUANT], (k_nope, k_pe, v), out, stream, pdl, config)
+    return _run(KV_CONCAT_QUANT, (k_nope, k_pe, v), out, stream, pdl, config)
 
 
-def explain_mla_prefill(op: str, /, *args: Any, **kwargs: Any) -> Decision:
+def explain_mla_prefill(op: str, /, *args: Any, **kwargs: Any) -> Choice:
     """Say what one of the five operations would run, and why; launch nothing.
 
     Takes the arguments of that operation, validates them as it does, and raises the same errors.
@@ -320,62 +323,74 @@ def explain_mla_prefill(op: str, /, *args: Any, **kwargs: Any) -> Decision:
         args: its positional arguments.
         kwargs: its keyword arguments.
 
-    Returns:
-        Backend, configuration, template instance and the reason in words.
-
     Example:
         >>> import torch, k3cupy
         >>> kv = torch.randn(3, 12, 256, dtype=torch.bfloat16)
         >>> print(k3cupy.explain_mla_prefill("fused_mla_kv_concat", kv[..., :128], kv[:, 0, :64]))
-        reference: the tensors are on the CPU
+        mla_prefill on the CPU: the tensors are on the CPU
     """
     if op not in OPS:
-        checks.reject("op", " or ".join(map(repr, OPS)), repr(op))
-    operation = OPERATIONS[op]
-    bound = _SIGNATURES[op].bind(*args, **kwargs)
-    bound.apply_defaults()
-    given = bound.arguments
-    checks.check_flags(pdl=given["pdl"])
-    config = check_config(given["config"])
-    inputs = tuple(given[name] for name in operation.inputs)
-    problem = validate(operation, (*inputs, *operation.split_out(given["out"])))
-    checks.check_grad(problem.views)
-    return decide(problem, config, given["pdl"])
+        reject("op", " or ".join(map(repr, OPS)), repr(op))
+
+    def prepare(given: dict[str, Any]) -> None:
+        _check(given)
+        names = SIGNATURES[op].out_names
+        given |= zip(names, SIGNATURES[op].split_out(given["out"]), strict=True)
+
+    return _OPERATIONS[op].explain(args, kwargs, prepare)
 
 
-_SIGNATURES = {
-    function.__name__: inspect.signature(function)
-    for function in (
-        fused_mla_key_concat_kv_cache_insert,
-        fused_mla_key_concat_ds_mla_insert,
-        fused_mla_qkv_quant_kv_cache_fp8_insert,
-        fused_mla_kv_concat,
-        fused_mla_kv_concat_quant_fp8,
-    )
-}
-
-_plans = PlanCache()
+def _check(given: Given) -> None:
+    checks.check_flags(given, "pdl")
+    checks.check_config(given["config"], MlaPrefillConfig)
 
 
 def _run(
-    operation: Operation,
+    op: str,
     inputs: Values,
     out: Any,
     stream: Any,
     pdl: bool | None,
     config: MlaPrefillConfig | None,
 ) -> Any:
-    if config is not None:
-        check_config(config)
-    if pdl is not None:
-        checks.check_flags(pdl=pdl)
-    values = (*inputs, *operation.split_out(out))
-    addresses, signature, owners = operation.arguments.probe(values, stream)
-    key = (operation.name, *signature, pdl, config, sources.epoch(SOURCE))
-    plan = _plans.get(key)
-    if plan is None:
-        plan = make_plan(operation, values, config, pdl, stream)
-        _plans.remember(key, plan)
-    result = plan.run(values, addresses, stream)
-    del owners  # memory that exists only for this call has been used, or queued to be
-    return result
+    if config is not None or pdl is not None:
+        _check(locals())
+    values = (*inputs, *SIGNATURES[op].split_out(out))
+    return _OPERATIONS[op](values, (pdl, config), stream)
+
+
+def _choose(problem: mla.MlaProblem, gpu: DeviceInfo, given: Given) -> Choice:
+    tokens, heads = problem.num_tokens, problem.num_heads
+    return choose_prefill(problem.variant, tokens, heads, gpu, given["config"])
+
+
+_REFERENCES: dict[str, Callable[..., None]] = {
+    KEY_CONCAT: reference.key_concat_reference,
+    KEY_CONCAT_DS_MLA: functools.partial(reference.key_concat_reference, ds_mla=True),
+    QKV_QUANT: reference.qkv_quant_reference,
+    KV_CONCAT: reference.kv_concat_reference,
+    KV_CONCAT_QUANT: reference.kv_concat_quant_reference,
+}
+
+
+def _compute(problem: mla.MlaProblem, arrays: dict[str, Any]) -> None:
+    arrays = mla.reference_arrays(problem, arrays)
+    for output in problem.outputs:
+        arrays[output.name] = arrays.pop(output.argument)
+    _REFERENCES[problem.variant.op](**arrays)
+
+
+def _operation(signature: Signature) -> Operation:
+    return Operation(
+        function=globals()[signature.op],
+        kernel=kernel,
+        arguments=signature.arguments,
+        options=("pdl", "config"),
+        accept=lambda values, _given: accept(signature, values),
+        choose=_choose,
+        reference=_compute,
+        verify=mla.verify,
+    )
+
+
+_OPERATIONS = {op: _operation(signature) for op, signature in SIGNATURES.items()}

@@ -8,22 +8,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from k3cupy.ops import checks, gemm_tables
-from k3cupy.ops.decision import Decision
-from k3cupy.ops.gemm_validate import FRIENDLY
-from k3cupy.ops.plan_cache import PlanCache
-from k3cupy.ops.skinny_gemm_config import SOURCE, SkinnyGemmConfig
-from k3cupy.ops.skinny_gemm_plan import Options, decide, make_plan
-from k3cupy.ops.skinny_gemm_validate import check_config, validate
-from k3cupy.runtime import sources
+from k3cupy.accept import checks, gemm
+from k3cupy.accept.gemm import GemmProblem, check_skinny_config
+from k3cupy.call.arguments import Values
+from k3cupy.call.choice import Choice
+from k3cupy.call.operation import Given, Operation
+from k3cupy.choose.gemm import SKINNY, choose
+from k3cupy.kernels import skinny_gemm as kernel
+from k3cupy.kernels.skinny_gemm import SkinnyGemmConfig
+from k3cupy.reference.skinny_gemm import skinny_gemm_reference
+from k3cupy.runtime.devices import DeviceInfo
 
 
 def skinny_gemm(
     x: Any,
     weight: Any,
     residual: Any = None,
-    out: Any = None,
     *,
+    out: Any = None,
     pdl: bool | None = None,
     weight_is_static: bool = False,
     stream: Any = None,
@@ -71,53 +73,62 @@ def skinny_gemm(
         >>> k3cupy.skinny_gemm(x[:, 6144:6272], weight, residual)[0, 0]
         tensor(129., dtype=torch.float16)
     """
-    if config is not None:
-        check_config(config)
-    if type(weight_is_static) is not bool or type(pdl) not in _OPTIONAL:
-        checks.check_flags(pdl=pdl, weight_is_static=weight_is_static)
-    values = (x, weight, out, residual)
-    addresses, signature, owners = FRIENDLY.arguments.probe(values, stream)
-    options = (pdl, weight_is_static, config)
-    key = (*signature, options, gemm_tables.generation(), sources.epoch(SOURCE))
-    plan = _plans.get(key)
-    if plan is None:
-        plan = make_plan(values, Options(*options), stream)
-        _plans.remember(key, plan)
-    result = plan.run(values, addresses, stream)
-    del owners  # memory that exists only for this call has been used, or queued to be
-    return result
+    if config is not None or type(weight_is_static) is not bool or type(pdl) not in _OPTIONAL:
+        _check(locals())
+    return OPERATION((x, weight, residual, out), (pdl, weight_is_static, config), stream)
 
 
-def explain_skinny_gemm(
-    x: Any,
-    weight: Any,
-    residual: Any = None,
-    out: Any = None,
-    *,
-    pdl: bool | None = None,
-    weight_is_static: bool = False,
-    stream: Any = None,
-    config: SkinnyGemmConfig | None = None,
-) -> Decision:
+def explain_skinny_gemm(*args: Any, **kwargs: Any) -> Choice:
     """Say what ``skinny_gemm`` would run, and why; launch nothing.
 
-    Takes the arguments of that function, validates them as it does, and raises the same errors.
-
-    Returns:
-        Backend, configuration, template instance and the reason in words.
+    Takes the arguments of that function, and raises the same errors.
 
     Example:
         >>> import torch, k3cupy
         >>> x, weight = torch.ones(4, 128).bfloat16(), torch.ones(256, 128).bfloat16()
         >>> print(k3cupy.explain_skinny_gemm(x, weight))
-        reference: the tensors are on the CPU
+        skinny on the CPU: the tensors are on the CPU
     """
-    checks.check_flags(pdl=pdl, weight_is_static=weight_is_static)
-    options = Options(pdl, weight_is_static, check_config(config))
-    problem = validate((x, weight, out, residual), weight_is_static=weight_is_static)
-    checks.check_grad(problem.views)
-    return decide(problem, options)
+    return OPERATION.explain(args, kwargs, _check)
 
 
-_plans = PlanCache()
 _OPTIONAL = (type(None), bool)
+
+
+def _check(given: Given) -> None:
+    checks.check_flags(given, "pdl", "weight_is_static")
+    check_skinny_config(given["config"])
+
+
+def _accept(values: Values, given: Given) -> GemmProblem:
+    static = given["weight_is_static"]
+    problem = gemm.accept(gemm.OURS, gemm.SKINNY, values, weight_is_static=static)
+    check_skinny_config(given["config"], problem.num_tokens)
+    return problem
+
+
+def _choose(problem: GemmProblem, gpu: DeviceInfo, given: Given) -> Choice:
+    return choose(
+        (SKINNY,),
+        problem.n,
+        problem.k,
+        problem.num_tokens,
+        gpu,
+        residual=problem.residual is not None,
+        config=given["config"],
+    )
+
+
+def _compute(problem: GemmProblem, arrays: dict[str, Any]) -> None:
+    skinny_gemm_reference(arrays["x"], arrays["weight"], arrays["out"], arrays.get(gemm.RESIDUAL))
+
+
+OPERATION = Operation(
+    function=skinny_gemm,
+    kernel=kernel,
+    arguments=gemm.OURS.arguments,
+    options=("pdl", "weight_is_static", "config"),
+    accept=_accept,
+    choose=_choose,
+    reference=_compute,
+)

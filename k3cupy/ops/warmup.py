@@ -1,119 +1,134 @@
-"""Compiling ahead: before a graph capture, before serving, or once for a shared disk cache."""
+"""Compiling ahead: before a graph capture, before serving, or once for a shared disk cache.
+
+One function an operation gives the instances that its calls will need; its arguments are the
+options that ``warmup`` takes for it. Every option that takes one value also takes several, and all
+combinations are compiled.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import ModuleType
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
-from k3cupy.ops import (
-    checks,
-    fused_a_gemm_warmup,
-    mla_decode_warmup,
-    mla_prefill_warmup,
-    skinny_gemm_warmup,
+from k3cupy import projections
+from k3cupy.accept import checks
+from k3cupy.accept.gemm import check_fused_a_config, check_skinny_config
+from k3cupy.choose.gemm import ALL, FUSED_A, SKINNY, choose
+from k3cupy.choose.mla import configs
+from k3cupy.constants import CTYPES
+from k3cupy.kernels import fused_a_gemm, mla_decode, mla_prefill, skinny_gemm
+from k3cupy.kernels.fused_a_gemm import FusedAGemmConfig
+from k3cupy.kernels.mla_decode import MlaDecodeConfig
+from k3cupy.kernels.mla_prefill import (
+    INSERTS,
+    KEY_CONCAT,
+    KEY_CONCAT_DS_MLA,
+    KV_CONCAT,
+    KV_CONCAT_QUANT,
+    QKV_QUANT,
+    MlaPrefillConfig,
 )
-from k3cupy.ops.fused_a_gemm_config import FusedAGemmConfig
-from k3cupy.ops.mla_decode_config import MlaDecodeConfig
-from k3cupy.ops.mla_prefill_config import MlaPrefillConfig
-from k3cupy.ops.skinny_gemm_config import SkinnyGemmConfig
-from k3cupy.ops.warmup_options import EVERY_CACHE, Wanted, WarmupOptions
+from k3cupy.kernels.skinny_gemm import SkinnyGemmConfig
+from k3cupy.ops import batch_invariance
+from k3cupy.ops.fused_a_gemm import slices
 from k3cupy.runtime import devices, instances
+from k3cupy.runtime.devices import DeviceInfo
+from k3cupy.runtime.errors import reject
 from k3cupy.runtime.instances import Instance
 
-_MODULES: dict[str, ModuleType] = {
-    op: module
-    for module in (mla_decode_warmup, mla_prefill_warmup, fused_a_gemm_warmup, skinny_gemm_warmup)
-    for op in module.OPS
-}
+Flags = bool | Sequence[bool]
+Names = str | Sequence[str]
+Numbers = int | Iterable[int] | None
+Shapes = Iterable[tuple[int, int]] | None
+Wanted = Callable[[DeviceInfo], Iterable[Instance]]
+"""Gives the instances that calls will need on a GPU."""
+
+EVERY_CACHE = ("bf16", "fp8", "fp8_ds_mla")
+_CACHES = {"bf16": "same", "fp16": "same", "same": "same", "fp8": "fp8", "fp8_ds_mla": "ds_mla"}
+_MOST_ROWS = (1 << 31) - 1
 
 
 def warmup(
     op: str = "mla_decode",
     *,
-    dtype: str | Sequence[str] = "bfloat16",
-    kv_cache: str | Sequence[str] = EVERY_CACHE,
-    query_fp8: bool | Sequence[bool] | None = None,
-    rope: bool | Sequence[bool] = False,
-    kv_inputs_ready: bool | Sequence[bool] = False,
-    vector: bool | Sequence[bool] = True,
-    split: int | MlaDecodeConfig | None = None,
-    config: MlaPrefillConfig | FusedAGemmConfig | SkinnyGemmConfig | None = None,
-    shapes: Sequence[tuple[int, int]] | None = None,
-    tokens: int | Sequence[int] | None = None,
-    strided: bool | Sequence[bool] | None = None,
-    weight_is_static: bool | Sequence[bool] = False,
-    batch_invariant: bool | Sequence[bool] = False,
-    residual: bool | Sequence[bool] = False,
-    device: int | None = None,
+    device: Any = None,
     max_workers: int | None = None,
     progress: bool = True,
+    **options: Any,
 ) -> int:
-    """Compile and load instances now, on threads, so that later calls and captures need not.
+    """Compile and load what an operation will need, on threads, so that later calls need not.
 
-    Every argument that takes one value also takes several, and all combinations are compiled.
+    Every option that takes one value also takes several, and all combinations are compiled:
+
+    - ``"mla_decode"``: dtype, kv_cache, query_fp8 (None: with an fp8 cache), rope,
+      kv_inputs_ready, vector (False: the element-wise instance), config.
+    - ``"mla_prefill"``, for the caches named and both context operations, or the name of one of
+      the five: dtype, kv_cache, rope, vector, config.
+    - ``"fused_a_gemm"``: shapes, tokens, residual, weight_is_static, batch_invariant, strided
+      (None: rows of x that follow one another, and apart), vector, config.
+    - ``"skinny_gemm"``: shapes, tokens, residual, weight_is_static, dtype, vector, config.
+    - ``"low_latency_linear"``: shapes, tokens, residual, weight_is_static, batch_invariant (None:
+      as ``is_batch_invariant`` says), for x of both kinds.
+
+    ``dtype`` is ``"bfloat16"`` or ``"float16"``; ``kv_cache`` ``"bf16"`` (or ``"fp16"``: the
+    inputs' type), ``"fp8"``, ``"fp8_ds_mla"``; ``shapes`` (N, K) of the weights, None for every
+    projection of Kimi-K3; ``tokens`` every M that will come, None for all that one launch takes;
+    ``config`` None for every configuration that a call may get.
 
     Args:
-        op: ``"mla_decode"``; ``"mla_prefill"`` for the prefill operations of the caches named by
-            ``kv_cache`` and both context operations; or the name of one of those; or
-            ``"fused_a_gemm"`` or ``"skinny_gemm"``.
-        dtype: of the inputs, ``"bfloat16"`` or ``"float16"``; the fused-A GEMM has only the first.
-        kv_cache: ``"bf16"`` (or ``"fp16"``: the inputs' type), ``"fp8"``, ``"fp8_ds_mla"``.
-        query_fp8: decode: e4m3 query; None: with an fp8 cache, as in serving.
-        rope: with positions.
-        kv_inputs_ready: decode: instances for that promise.
-        vector: True for rows at multiples of 16 bytes, False for the element-wise instance.
-        split: decode: as for the operation; None compiles every configuration that the table may
-            choose.
-        config: prefill and GEMM: the same.
-        shapes: GEMM: (N, K) of each weight; None: every projection of Kimi-K3.
-        tokens: GEMM: every M that will come; None: all that the operation takes, 1 to 64 or to 8.
-        strided: fused-A: rows of x apart from one another; None: both, packed and apart.
-        weight_is_static: GEMM: instances for that promise, which ``dsv3_fused_a_gemm`` makes with
-            ``enable_pdl=True``.
-        batch_invariant: fused-A: instances for that flag.
-        residual: GEMM: instances that add one.
-        device: GPU ordinal; by default the current one.
+        op: which operation.
+        device: GPU ordinal, ``"cuda:1"`` or a ``torch.device``; by default the current GPU.
         max_workers: compiling threads; by default one per CPU core, 16 at most.
         progress: show a progress bar on standard error.
+        options: as above.
 
     Returns:
         The number of instances that are ready.
 
     Raises:
-        ValueError: an argument names nothing that exists, or is for another operation.
+        TypeError, ValueError: an option names nothing that exists, or is for another operation.
         ToolchainError, CompileError: the kernels cannot be built here.
 
     Example:
         >>> k3cupy.warmup(kv_cache="fp8", rope=[False, True])    # doctest: +SKIP
         8
-        >>> k3cupy.warmup("fused_a_gemm", shapes=[(2112, 7168)], tokens=[1, 16])  # doctest: +SKIP
+        >>> k3cupy.warmup("low_latency_linear", shapes=[(2112, 7168)], tokens=[1, 4])
+        ... # doctest: +SKIP
         4
     """
-    if op not in _MODULES:
-        checks.reject("op", " or ".join(map(repr, _MODULES)), repr(op))
-    options = WarmupOptions(
-        dtype=dtype,
-        kv_cache=kv_cache,
-        query_fp8=query_fp8,
-        rope=rope,
-        kv_inputs_ready=kv_inputs_ready,
-        vector=vector,
-        split=split,
-        config=config,
-        shapes=shapes,
-        tokens=tokens,
-        strided=strided,
-        weight_is_static=weight_is_static,
-        batch_invariant=batch_invariant,
-        residual=residual,
-    )
-    options.refuse_all_but(_MODULES[op].TAKES, op)
-    wanted: Wanted = _MODULES[op].wanted(op, options)
+    wanted = wanted_of(op, options)
     ordinal = devices.ordinal_of(device)
-    chosen = wanted(ordinal)
+    chosen = list(dict.fromkeys(wanted(devices.info(ordinal))))
     if not progress:
         return instances.load_all(chosen, ordinal, max_workers=max_workers)
     return _load_with_bar(chosen, ordinal, max_workers)
+
+
+def wanted_of(op: str, options: dict[str, Any]) -> Wanted:
+    """Check the options of a warm-up and return what it will compile.
+
+    Raises:
+        TypeError, ValueError: an option names nothing that exists, or is for another operation.
+    """
+    if op not in _OPERATIONS:
+        reject("op", " or ".join(map(repr, _OPERATIONS)), repr(op))
+    known = inspect.signature(_OPERATIONS[op]).parameters
+    for name, value in options.items():
+        if name not in known:
+            reject(name, f"one of {', '.join(known)} with op={op!r}", repr(value), error=TypeError)
+        if str(known[name].annotation).startswith("Flags"):
+            _check_flags(name, value, known[name].default)
+    return _OPERATIONS[op](**options)
+
+
+def _check_flags(name: str, value: Any, default: Any) -> None:
+    """Accept a flag, or several; None where it is the default."""
+    flags = [value] if isinstance(value, bool) else value
+    several = isinstance(flags, list | tuple) and all(isinstance(flag, bool) for flag in flags)
+    if not several and not (value is None and default is None):
+        reject(name, "True, False or several of them", repr(value), error=TypeError)
 
 
 def _load_with_bar(chosen: Sequence[Instance], device: int, max_workers: int | None) -> int:
@@ -127,7 +142,277 @@ def _load_with_bar(chosen: Sequence[Instance], device: int, max_workers: int | N
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=len(set(chosen)))
+        task = bar.add_task("", total=len(chosen))
         return instances.load_all(
             chosen, device, max_workers=max_workers, on_done=lambda _: bar.advance(task)
         )
+
+
+# --- The MLA epilogues ---------------------------------------------------------------------------
+
+
+def _mla_decode(
+    dtype: Names = "bfloat16",
+    kv_cache: Names = EVERY_CACHE,
+    query_fp8: Flags | None = None,
+    rope: Flags = False,
+    kv_inputs_ready: Flags = False,
+    vector: Flags = True,
+    config: MlaDecodeConfig | None = None,
+) -> Wanted:
+    checks.check_config(config, MlaDecodeConfig)
+    variants = []
+    for kind, cache, turned, ready, wide in itertools.product(
+        _dtypes(dtype),
+        _caches(kv_cache),
+        _several(rope),
+        _several(kv_inputs_ready),
+        _several(vector),
+    ):
+        for query in [cache == "fp8"] if query_fp8 is None else _several(query_fp8):
+            variant = mla_decode.Variant(kind, query, cache, turned, ready, wide)
+            if not variant.is_valid():
+                reject("query_fp8", "False with an fp8_ds_mla cache", "True")
+            variants.append(variant)
+
+    def wanted(gpu: DeviceInfo) -> Iterator[Instance]:
+        for variant in variants:
+            every: Sequence[Any] = (mla_decode.UNTUNED,)
+            if variant.vector:
+                every = configs(mla_decode.KERNEL, variant.kind, gpu)
+            for each in (config,) if config else every:
+                yield each.instance(variant)
+
+    return wanted
+
+
+_INSERT_OF = {"same": KEY_CONCAT, "fp8": QKV_QUANT, "ds_mla": KEY_CONCAT_DS_MLA}
+
+
+def _mla_prefill(
+    dtype: Names = "bfloat16",
+    kv_cache: Names = EVERY_CACHE,
+    rope: Flags = False,
+    vector: Flags = True,
+    config: MlaPrefillConfig | None = None,
+) -> Wanted:
+    inserts = [_INSERT_OF[cache] for cache in _caches(kv_cache)]
+    return _prefill((*inserts, KV_CONCAT, KV_CONCAT_QUANT), dtype, rope, vector, config)
+
+
+def _one_prefill(op: str) -> Callable[..., Wanted]:
+    def wanted(
+        dtype: Names = "bfloat16",
+        rope: Flags = False,
+        vector: Flags = True,
+        config: MlaPrefillConfig | None = None,
+    ) -> Wanted:
+        return _prefill((op,), dtype, rope, vector, config)
+
+    return wanted
+
+
+def _prefill(
+    ops: Sequence[str], dtype: Names, rope: Flags, vector: Flags, config: MlaPrefillConfig | None
+) -> Wanted:
+    """The context operations have no RoPE, and one takes k_pe in e4m3 too."""
+    checks.check_config(config, MlaPrefillConfig)
+    variants = [
+        variant
+        for op, kind, turned, wide, k_pe_fp8 in itertools.product(
+            ops, _dtypes(dtype), _several(rope), _several(vector), (False, True)
+        )
+        for variant in (mla_prefill.Variant(op, kind, turned and op in INSERTS, k_pe_fp8, wide),)
+        if variant.is_valid()
+    ]
+
+    def wanted(gpu: DeviceInfo) -> Iterator[Instance]:
+        for variant in variants:
+            every: Sequence[Any] = (mla_prefill.FEW_ROWS,)
+            if variant.vector:
+                every = configs(mla_prefill.KERNEL, variant.kind, gpu)
+            for each in (config,) if config else every:
+                yield each.instance(variant)
+
+    return wanted
+
+
+# --- The GEMMs -----------------------------------------------------------------------------------
+
+
+def _fused_a_gemm(
+    shapes: Shapes = None,
+    tokens: Numbers = None,
+    residual: Flags = False,
+    weight_is_static: Flags = False,
+    batch_invariant: Flags = False,
+    strided: Flags | None = None,
+    vector: Flags = True,
+    config: FusedAGemmConfig | None = None,
+) -> Wanted:
+    pairs = shapes_of(shapes, fused_a_gemm.K_MULTIPLE)
+    counts = tokens_of(tokens, fused_a_gemm.MAX_TOKENS)
+    check_fused_a_config(config, max(counts))
+    apart = (False, True) if strided is None else _several(strided)
+
+    def wanted(gpu: DeviceInfo) -> Iterator[Instance]:
+        check_fused_a_config(config, max(counts), gpu)
+        for adds, invariant in itertools.product(_several(residual), _several(batch_invariant)):
+            chosen = dict.fromkeys(
+                config
+                or choose(
+                    (FUSED_A,), n, k, count, gpu, residual=adds, batch_invariant=invariant
+                ).config
+                for (n, k), count in itertools.product(pairs, counts)
+            )
+            for each, far, static, wide in itertools.product(
+                chosen, apart, _several(weight_is_static), _several(vector)
+            ):
+                variant = fused_a_gemm.Variant(wide and not far, wide, static, adds)
+                yield from _fused_a_instances(each, variant)
+
+    return wanted
+
+
+def _fused_a_instances(
+    config: FusedAGemmConfig, variant: fused_a_gemm.Variant
+) -> Iterator[Instance]:
+    """Yield what calls run; the copy engine cannot fetch every x whose rows lie apart."""
+    if config.mapped_x and variant.packed:
+        yield config.instance(variant)
+        return
+    if config.mapped_x and variant.aligned_x:
+        yield config.instance(variant)
+    yield config.with_copy_warps().instance(variant)
+
+
+def _skinny_gemm(
+    shapes: Shapes = None,
+    tokens: Numbers = None,
+    residual: Flags = False,
+    weight_is_static: Flags = False,
+    dtype: Names = "bfloat16",
+    vector: Flags = True,
+    config: SkinnyGemmConfig | None = None,
+) -> Wanted:
+    pairs = shapes_of(shapes, skinny_gemm.K_MULTIPLE)
+    check_skinny_config(config)
+    asked = config.num_rows if config is not None and tokens is None else tokens
+    counts = tokens_of(asked, skinny_gemm.MAX_TOKENS)
+    for count in counts:
+        check_skinny_config(config, count)
+    kinds = _dtypes(dtype)
+
+    def wanted(gpu: DeviceInfo) -> Iterator[Instance]:
+        for adds in _several(residual):
+            chosen = dict.fromkeys(
+                config or choose((SKINNY,), n, k, count, gpu, residual=adds).config
+                for (n, k), count in itertools.product(pairs, counts)
+            )
+            for each, kind, wide, static in itertools.product(
+                chosen, kinds, _several(vector), _several(weight_is_static)
+            ):
+                yield each.instance(skinny_gemm.Variant(kind, wide, adds, static))
+
+    return wanted
+
+
+def _low_latency_linear(
+    shapes: Shapes = None,
+    tokens: Numbers = None,
+    residual: Flags = False,
+    weight_is_static: Flags = False,
+    batch_invariant: bool | None = None,
+) -> Wanted:
+    pairs = shapes_of(shapes, k_multiple=1)
+    most = fused_a_gemm.MAX_TOKENS
+    counts = tokens_of(range(1, most + 1) if tokens is None else tokens, _MOST_ROWS)
+    invariant = batch_invariance.resolved(batch_invariant)
+    if invariant:
+        rows = (part for count in counts for part in slices(count))
+        counts = tuple(dict.fromkeys(part.stop - part.start for part in rows))
+
+    def wanted(gpu: DeviceInfo) -> Iterator[Instance]:
+        for (n, k), count, adds in itertools.product(pairs, counts, _several(residual)):
+            found = choose(ALL, n, k, count, gpu, residual=adds, batch_invariant=invariant)
+            for static in _several(weight_is_static):
+                if found.kernel == SKINNY:
+                    yield found.config.instance(
+                        skinny_gemm.Variant(has_residual=adds, weight_is_static=static)
+                    )
+                elif found.kernel == FUSED_A:
+                    for packed in (True,) if count == 1 else (True, False):
+                        variant = fused_a_gemm.Variant(packed, True, static, adds)
+                        yield from _fused_a_instances(found.config, variant)
+
+    return wanted
+
+
+_OPERATIONS: dict[str, Callable[..., Wanted]] = {
+    "mla_decode": _mla_decode,
+    "mla_prefill": _mla_prefill,
+    **{op: _one_prefill(op) for op in mla_prefill.OPS},
+    "fused_a_gemm": _fused_a_gemm,
+    "skinny_gemm": _skinny_gemm,
+    "low_latency_linear": _low_latency_linear,
+}
+
+
+# --- Options -------------------------------------------------------------------------------------
+
+
+def _several(value: Any) -> Sequence[Any]:
+    """Return the values of an option that takes one or several: texts, flags, numbers."""
+    return [value] if isinstance(value, str | bool | int) else list(value)
+
+
+def _dtypes(dtype: Names) -> Sequence[str]:
+    names = _several(dtype)
+    for name in names:
+        if name not in CTYPES:
+            reject("dtype", " or ".join(map(repr, CTYPES)), repr(name))
+    return names
+
+
+def _caches(kv_cache: Names) -> Sequence[str]:
+    names = _several(kv_cache)
+    for name in names:
+        if name not in _CACHES:
+            reject("kv_cache", " or ".join(map(repr, _CACHES)), repr(name))
+    return [_CACHES[name] for name in names]
+
+
+def shapes_of(shapes: Shapes, k_multiple: int) -> tuple[tuple[int, int], ...]:
+    """Return (N, K) of each weight; None stands for every projection of Kimi-K3.
+
+    Raises:
+        ValueError: there is none, or one that no call can have.
+    """
+    pairs = [(p.n, p.k) for p in projections.shapes()] if shapes is None else list(shapes)
+    for pair in pairs:
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(map(_is_count, pair))):
+            reject("shapes", "pairs (N, K) of integers above 0", repr(pair))
+        if pair[1] % k_multiple:
+            reject("shapes", f"K a multiple of {k_multiple}", repr(pair))
+    if not pairs:
+        reject("shapes", "at least one", "none")
+    return tuple((n, k) for n, k in pairs)
+
+
+def tokens_of(tokens: Numbers, most: int) -> tuple[int, ...]:
+    """Return the numbers of tokens; None stands for all.
+
+    Raises:
+        ValueError: there is none, or one that no call can have.
+    """
+    counts = range(1, most + 1) if tokens is None else _several(tokens)
+    for count in counts:
+        if not _is_count(count) or count > most:
+            reject("tokens", f"numbers from 1 to {most}", repr(count))
+    if not counts:
+        reject("tokens", "at least one", "none")
+    return tuple(counts)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -46,7 +46,8 @@ def binary(
         with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}-") as temporary:
             yield _compiled(Path(temporary), "memory", file, name_expression, arch)
         return
-    facts = (source.digest, file, name_expression, arch, nvrtc, toolchain.include_directory())
+    options = toolchain.every_option(source.directory)
+    facts = (source.digest, file, name_expression, arch, nvrtc, options)
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
     folder = toolchain.cache_directory()
     yield _found(folder, key) or _compiled(folder, key, file, name_expression, arch)

@@ -35,17 +35,17 @@ class DeviceInfo:
         """The architecture in the field's notation, for example ``"sm_90"``."""
         return f"sm_{self.compute_capability[0]}{self.compute_capability[1]}"
 
-    @property
+    @functools.cached_property
     def has_pdl(self) -> bool:
         """Whether programmatic dependent launch exists (sm_90 and newer)."""
         return self.compute_capability >= (9, 0)
 
-    @property
+    @functools.cached_property
     def has_clusters(self) -> bool:
         """Whether blocks can form clusters (sm_90 and newer)."""
         return self.compute_capability >= (9, 0)
 
-    @property
+    @functools.cached_property
     def has_tensor_maps(self) -> bool:
         """Whether a copy engine fetches boxes of a matrix by a tensor map (sm_90 to sm_103).
 
@@ -53,7 +53,7 @@ class DeviceInfo:
         """
         return (9, 0) <= self.compute_capability < (12, 0)
 
-    @property
+    @functools.cached_property
     def has_warpgroups(self) -> bool:
         """Whether four warps issue a tensor-core product together (``wgmma``, sm_90 alone)."""
         return self.compute_capability == (9, 0)

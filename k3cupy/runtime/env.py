@@ -18,25 +18,25 @@ from typing import Any
 
 # The dictionary behind os.environ, where it has one (CPython on POSIX, keys in bytes): two absent
 # names cost 0.1 us here and 2 us through os.environ, on every call.
-_values: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
-_SOURCE_DIR = os.environ.encodekey("K3CUPY_SOURCE_DIR")
-_CHECK = os.environ.encodekey("K3CUPY_CHECK")
-_BATCH_INVARIANT = os.environ.encodekey("K3CUPY_BATCH_INVARIANT")
+values: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
+SOURCE_DIR = os.environ.encodekey("K3CUPY_SOURCE_DIR")
+CHECK = os.environ.encodekey("K3CUPY_CHECK")
+BATCH_INVARIANT = os.environ.encodekey("K3CUPY_BATCH_INVARIANT")
 
 
 def source_dir() -> str | None:
     """Return the directory named by K3CUPY_SOURCE_DIR, or None."""
-    return (os.environ.get("K3CUPY_SOURCE_DIR") or None) if _SOURCE_DIR in _values else None
+    return (os.environ.get("K3CUPY_SOURCE_DIR") or None) if SOURCE_DIR in values else None
 
 
 def check_enabled() -> bool:
     """Return whether K3CUPY_CHECK asks for device-side checks."""
-    return _CHECK in _values and os.environ.get("K3CUPY_CHECK", "0") not in ("", "0")
+    return CHECK in values and os.environ.get("K3CUPY_CHECK", "0") not in ("", "0")
 
 
 def batch_invariant() -> bool:
     """Return whether K3CUPY_BATCH_INVARIANT asks for batch-invariant products."""
-    if _BATCH_INVARIANT not in _values:
+    if BATCH_INVARIANT not in values:
         return False
     return os.environ.get("K3CUPY_BATCH_INVARIANT", "0") not in ("", "0")
 

@@ -1,6 +1,8 @@
-"""Errors that are not the caller's arguments. Bad arguments are ValueError or TypeError."""
+"""Errors that are not the caller's arguments, and the text of those that are."""
 
 from __future__ import annotations
+
+from typing import NoReturn
 
 
 class ToolchainError(RuntimeError):
@@ -13,3 +15,18 @@ class CompileError(RuntimeError):
 
 class CaptureError(RuntimeError):
     """A call inside CUDA graph capture would have had to compile, load or synchronise."""
+
+
+def reject(
+    name: str, expected: str, got: str, hint: str = "", error: type[Exception] = ValueError
+) -> NoReturn:
+    """Raise the error of one argument: every message is ``argument: expected ..., got ...``.
+
+    Args:
+        name: the argument.
+        expected: what is accepted.
+        got: what was found.
+        hint: what to do about it, a phrase without a full stop.
+        error: ValueError, or TypeError for a wrong type.
+    """
+    raise error(f"{name}: expected {expected}, got {got}" + (f". {hint}" if hint else ""))

@@ -9,15 +9,17 @@ from __future__ import annotations
 import contextvars
 import os
 import threading
-import warnings
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from k3cupy.runtime import binaries, devices, sources, toolchain
+from k3cupy.runtime import devices, sources, toolchain
 from k3cupy.runtime.errors import CompileError, ToolchainError
+from k3cupy.runtime.warn import warn_user
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,8 @@ class Instance:
     own_arch: bool = False
 
 
-def template_flag(value: bool) -> str:
-    """Return a bool as an argument of a template."""
-    return "true" if value else "false"
+TEMPLATE_FLAGS = {False: "false", True: "true"}
+"""A bool as an argument of a template."""
 
 
 @dataclass(frozen=True)
@@ -48,16 +49,12 @@ class LoadedKernel:
 
     Attributes:
         kernel: cuda-core's kernel object, ready to launch.
-        registers: per thread.
-        local_bytes: local memory per thread; 0 in every kernel of ours.
         device: GPU ordinal.
         function: CuPy's function object.
         module: CuPy's module, which owns the code.
     """
 
     kernel: Any
-    registers: int
-    local_bytes: int
     device: int
     function: Any
     module: Any
@@ -84,6 +81,8 @@ def load(instance: Instance, device: int) -> LoadedKernel:
         ToolchainError: CuPy, cuda-core or the headers are missing, or the driver refused the
             binary.
     """
+    from concurrent.futures import Future  # slow to import, and CPU tensors need none of this
+
     source = sources.load(instance.source)
     key = (device, instance, source.digest)
     with _lock:
@@ -127,6 +126,8 @@ def load_all(
     Returns:
         How many instances are ready.
     """
+    from concurrent.futures import ThreadPoolExecutor, as_completed
+
     wanted = list(dict.fromkeys(instances))
     workers = max_workers or min(16, os.cpu_count() or 1)
     with ThreadPoolExecutor(workers, thread_name_prefix="k3cupy-compile") as pool:
@@ -145,10 +146,9 @@ def load_all(
 def _compile(instance: Instance, source: sources.Source, device: int) -> LoadedKernel:
     cupy = toolchain.cupy()
     core = toolchain.cuda_core()
-    options = toolchain.options(source.directory)
     with devices.current(device):
         try:
-            module, function = _build(cupy, instance, source, options, device)
+            module, function = _build(cupy, instance, source, device)
         except cupy.cuda.compiler.CompileException as error:
             versions = toolchain.describe_versions(tuple(cupy.cuda.nvrtc.getVersion()))
             raise CompileError(
@@ -164,27 +164,23 @@ def _compile(instance: Instance, source: sources.Source, device: int) -> LoadedK
             ) from error
         return LoadedKernel(
             kernel=core.Kernel.from_handle(function.kernel.ptr),
-            registers=function.num_regs,
-            local_bytes=function.local_size_bytes,
             device=device,
             function=function,
             module=module,
         )
 
 
-def _build(
-    cupy: Any, instance: Instance, source: sources.Source, options: tuple[str, ...], device: int
-) -> tuple[Any, Any]:
-    build = _build_for_own_arch if instance.own_arch else _build_once
+def _build(cupy: Any, instance: Instance, source: sources.Source, device: int) -> tuple[Any, Any]:
+    """Return CuPy's module and function; compile in memory where the disk cannot be used."""
     try:
-        return build(cupy, instance, source, options, device)
+        return _build_once(cupy, instance, source, device)
     except OSError as error:
         _warn_of_cache(error)
         with _memory_cache_lock:
             before = os.environ.get("CUPY_CACHE_IN_MEMORY")
             os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
             try:
-                return build(cupy, instance, source, options, device)
+                return _build_once(cupy, instance, source, device)
             finally:
                 if before is None:
                     del os.environ["CUPY_CACHE_IN_MEMORY"]
@@ -198,29 +194,25 @@ def _warn_of_cache(error: OSError) -> None:
     if (directory, error.errno) in _warned:
         return
     _warned.add((directory, error.errno))
-    warnings.warn(
+    warn_user(
         f"kernel cache: {directory} cannot be used ({error}); compiling in memory. Free space "
         "there, remove the entry that the error names, or set CUPY_CACHE_DIR to a writable "
         "directory.",
         RuntimeWarning,
-        stacklevel=6,
     )
 
 
 def _build_once(
-    cupy: Any, instance: Instance, source: sources.Source, options: tuple[str, ...], _device: int
+    cupy: Any, instance: Instance, source: sources.Source, device: int
 ) -> tuple[Any, Any]:
-    module = cupy.RawModule(
-        code=source.text, options=options, name_expressions=(instance.name_expression,)
-    )
-    return module, _loaded_function(module, instance.name_expression)
-
-
-def _build_for_own_arch(
-    cupy: Any, instance: Instance, source: sources.Source, _options: tuple[str, ...], device: int
-) -> tuple[Any, Any]:
-    arch, nvrtc = f"{devices.info(device).arch}a", tuple(cupy.cuda.nvrtc.getVersion())
     name = instance.name_expression
+    if not instance.own_arch:
+        options = toolchain.options(source.directory)
+        module = cupy.RawModule(code=source.text, options=options, name_expressions=(name,))
+        return module, _loaded_function(module, name)
+    from k3cupy.runtime import binaries
+
+    arch, nvrtc = f"{devices.info(device).arch}a", tuple(cupy.cuda.nvrtc.getVersion())
     with binaries.binary(source, instance.source, name, arch, nvrtc) as (path, symbol):
         module = cupy.RawModule(path=str(path))
         return module, _loaded_function(module, symbol)

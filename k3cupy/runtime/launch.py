@@ -62,10 +62,11 @@ def make_launcher(
     )
     get_device = toolchain.cupy().cuda.runtime.getDevice
     thread = threading.local()
+    known_stream = streams.known  # in C: `wrap` would be one Python frame more in every launch
 
     def launch(stream: int, arguments: Sequence[Any]) -> None:
         if get_device() == device and hasattr(thread, "bound"):
-            queue(streams.wrap(stream), config, kernel, *arguments)
+            queue(known_stream(stream) or streams.wrap(stream), config, kernel, *arguments)
             return
         with devices.current(device):
             queue(streams.wrap(stream), config, kernel, *arguments)

@@ -1,7 +1,7 @@
 """Compiling without a GPU: for CI, for reading the machine code, for other architectures.
 
-CuPy's compiler asks the driver for a device, so this goes through cuda-core's ``Program``, with the
-options that CuPy adds by itself.
+CuPy's compiler asks the driver for a device, so this goes through cuda-core's ``Program``. Both get
+their options from one list, in ``toolchain``.
 """
 
 from __future__ import annotations
@@ -42,20 +42,14 @@ def compile_cubin(source: str, name_expressions: Sequence[str], arch: str) -> Cu
         ToolchainError: cuda-core or the headers are missing.
 
     Example:
-        >>> from k3cupy.ops.mla_decode_config import MlaDecodeConfig, MlaDecodeVariant
-        >>> name = MlaDecodeConfig(0, 288, 1).name_expression(MlaDecodeVariant("bfloat16"))
+        >>> from k3cupy.kernels.mla_decode import MlaDecodeConfig, Variant
+        >>> name = MlaDecodeConfig(0, 288, 1).name_expression(Variant("bfloat16"))
         >>> compile_cubin("mla_decode.cu", [name], "sm_90").code[:4]    # doctest: +SKIP
         b'\x7fELF'
     """
     core = toolchain.cuda_core()
     loaded = sources.load(source)
-    options = core.ProgramOptions(
-        arch=arch,
-        std="c++17",
-        ftz=True,
-        device_as_default_execution_space=True,
-        include_path=[str(loaded.directory), toolchain.include_directory()],
-    )
+    options = toolchain.program_options(loaded.directory, source, arch)
     try:
         program = core.Program(loaded.text, "c++", options)
         code = program.compile("cubin", name_expressions=list(name_expressions))

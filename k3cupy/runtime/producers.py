@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 from k3cupy.runtime import dlpack, streams
 from k3cupy.runtime.tensors import ALIGNMENT, TensorView, is_number, itemsize
 
-Probe = tuple[int, Hashable, Any]
+Probe = tuple[int, Hashable, object]
 """Address, signature, and what must live until the memory was used (None: only the tensor)."""
 
 
@@ -134,22 +134,35 @@ def _is_jax(obj: Any) -> bool:
 
 # --- Which producer -----------------------------------------------------------------------------
 
-_Handlers = tuple[Callable[..., Probe] | None, Callable[[Any], TensorView]]
-_TORCH: _Handlers = (None, _view_torch)  # probe_all reads these in line
-_NUMPY: _Handlers = (_probe_numpy, _view_numpy)
-_CUPY: _Handlers = (_probe_cupy, _view_cupy)
-_DLPACK: _Handlers = (_probe_dlpack, _view_dlpack)
 
-_by_type: dict[type, _Handlers] = {}
+class Handlers(NamedTuple):
+    """How a producer's tensors are read.
 
-_torch_types: set[type] = set()
+    Attributes:
+        probe: None for PyTorch's, which ``probe_all`` reads in line.
+        view: the full description.
+    """
+
+    probe: Callable[..., Probe] | None
+    view: Callable[[Any], TensorView]
 
 
-def _resolve(cls: type) -> _Handlers | None:
+_TORCH = Handlers(None, _view_torch)
+_NUMPY = Handlers(_probe_numpy, _view_numpy)
+_CUPY = Handlers(_probe_cupy, _view_cupy)
+_DLPACK = Handlers(_probe_dlpack, _view_dlpack)
+
+_by_type: dict[type, Handlers] = {}
+
+torch_types: set[type] = set()
+"""Classes known as PyTorch's tensors, each from its first use on."""
+
+
+def _resolve(cls: type) -> Handlers | None:
     """Find the producer of a class without importing any framework: its base classes tell."""
     torch = sys.modules.get("torch")
     if torch is not None and issubclass(cls, torch.Tensor):
-        _torch_types.add(cls)
+        torch_types.add(cls)
         return _TORCH
     for base in cls.__mro__:
         root = base.__module__.partition(".")[0]
@@ -162,8 +175,8 @@ def _resolve(cls: type) -> _Handlers | None:
     return None
 
 
-def handlers(obj: Any) -> _Handlers:
-    """Return (probe, view) for a tensor's class; PyTorch's has no probe.
+def handlers(obj: Any) -> Handlers:
+    """Return how tensors of an object's class are read.
 
     Raises:
         TypeError: the object is no tensor; the text is the class's name only, for the caller to
@@ -184,7 +197,7 @@ def _stream_framework(values: tuple[Any, ...]) -> str:
     torch = sys.modules.get("torch")
     if torch is None:
         return "cupy"
-    if any(type(value) in _torch_types for value in values):
+    if any(type(value) in torch_types for value in values):
         return "torch"
     return "torch" if not values and torch.cuda.is_initialized() else "cupy"
 
@@ -212,7 +225,6 @@ def probe_all(
     addresses: list[int] = []
     signature: list[Any] = []
     owners: list[Any] = []
-    torch_types = _torch_types
     grad_mode = bool(torch_types) and sys.modules["torch"].is_grad_enabled()
     add_address = addresses.append
     for value in values:
@@ -251,65 +263,21 @@ def probe_all(
     return addresses, signature, owners
 
 
-def probe_six_torch(
-    a: Any, b: Any, c: Any, d: Any, e: Any, f: Any
-) -> tuple[list[int], tuple[Any, ...]] | None:
-    """Probe six PyTorch tensors on a GPU without a loop: two thirds of ``probe_all``'s time.
+def check(obj: Any, name: str) -> None:
+    """Accept a tensor of any producer, whether it has memory or not.
 
-    Returns:
-        Addresses, with room for five arguments that are None, and signature; or None where
-        ``probe_all`` has to look: another class, the CPU, or a tensor that requires grad while grad
-        mode is on. The signatures of the two never agree.
+    Raises:
+        TypeError: not a tensor; the text begins with ``name``.
     """
-    kind = type(a)
-    if kind not in _torch_types or not (
-        kind is type(b) is type(c) is type(d) is type(e) is type(f) and a.is_cuda
-    ):
-        return None
-    if sys.modules["torch"].is_grad_enabled() and (
-        a.requires_grad
-        or b.requires_grad
-        or c.requires_grad
-        or d.requires_grad
-        or e.requires_grad
-        or f.requires_grad
-    ):
-        return None
-    at_a, at_b, at_c = a.data_ptr(), b.data_ptr(), c.data_ptr()
-    at_d, at_e, at_f = d.data_ptr(), e.data_ptr(), f.data_ptr()
-    signature = (
-        a.shape,
-        a.stride(),
-        a.dtype,
-        a.get_device(),
-        at_a % ALIGNMENT,
-        b.shape,
-        b.stride(),
-        b.dtype,
-        b.get_device(),
-        at_b % ALIGNMENT,
-        c.shape,
-        c.stride(),
-        c.dtype,
-        c.get_device(),
-        at_c % ALIGNMENT,
-        d.shape,
-        d.stride(),
-        d.dtype,
-        d.get_device(),
-        at_d % ALIGNMENT,
-        e.shape,
-        e.stride(),
-        e.dtype,
-        e.get_device(),
-        at_e % ALIGNMENT,
-        f.shape,
-        f.stride(),
-        f.dtype,
-        f.get_device(),
-        at_f % ALIGNMENT,
-    )
-    return [at_a, at_b, at_c, at_d, at_e, at_f, 0, 0, 0, 0, 0], signature
+    try:
+        handlers(obj)
+    except TypeError as error:
+        raise _no_tensor(obj, name) from error
+
+
+def _no_tensor(obj: Any, name: str) -> TypeError:
+    wanted = "a tensor (PyTorch, CuPy, NumPy, JAX or DLPack)"
+    return TypeError(f"{name}: expected {wanted}, got {type(obj).__name__}")
 
 
 def view(obj: Any, name: str) -> TensorView:
@@ -323,13 +291,9 @@ def view(obj: Any, name: str) -> TensorView:
         TypeError: not a tensor, or one whose export fails; the text begins with ``name``.
     """
     try:
-        _, describe = handlers(obj)
-        return describe(obj)
+        return handlers(obj).view(obj)
     except TypeError as error:
-        raise TypeError(
-            f"{name}: expected a tensor (PyTorch, CuPy, NumPy, JAX or DLPack), got "
-            f"{type(obj).__name__}"
-        ) from error
+        raise _no_tensor(obj, name) from error
     except (BufferError, RuntimeError, ValueError) as error:
         raise TypeError(f"{name}: expected a tensor with an exportable layout, got {error}") from (
             error

@@ -11,20 +11,21 @@ every call looks at the modification times, so that an edit takes effect at the 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from k3cupy.runtime import env
 from k3cupy.runtime.errors import ToolchainError
 
+_OF_BENCHMARKS = "bench"
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
-_override: ContextVar[str | None] = ContextVar("k3cupy_source_dir", default=None)
+override: ContextVar[str | None] = ContextVar("k3cupy_source_dir", default=None)
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,11 @@ def source_dir(path: str | Path) -> Iterator[Path]:
     folder = Path(path).resolve()
     if not folder.is_dir():
         raise FileNotFoundError(f"source_dir: expected an existing folder, got {folder}")
-    token = _override.set(str(folder))
+    token = override.set(str(folder))
     try:
         yield folder
     finally:
-        _override.reset(token)
+        override.reset(token)
 
 
 def shipped() -> Path:
@@ -85,7 +86,7 @@ def shipped() -> Path:
 
 def overridden() -> str | None:
     """Return the folder that replaces the shipped sources, or None."""
-    return _override.get() or env.source_dir()
+    return override.get() or env.source_dir()
 
 
 def directory() -> Path:
@@ -102,8 +103,23 @@ def directory() -> Path:
     return path
 
 
+class _Stamp(NamedTuple):
+    """What tells an edited file from the one that was read."""
+
+    path: Path
+    mtime_ns: int
+    size: int
+
+
+class _Read(NamedTuple):
+    """A source, and the stamps of the files that it was made of."""
+
+    stamps: tuple[_Stamp, ...]
+    source: Source
+
+
 _lock = threading.Lock()
-_loaded: dict[tuple[Path, str], tuple[tuple[tuple[Path, int, int], ...], Source]] = {}
+_loaded: dict[tuple[Path, str], _Read] = {}
 
 
 def load(name: str) -> Source:
@@ -118,20 +134,20 @@ def load(name: str) -> Source:
     folder = directory()
     with _lock:
         known = _loaded.get((folder, name))
-        if known is not None and (overridden() is None or _stamps_hold(known[0])):
-            return known[1]
+        if known is not None and (overridden() is None or _stamps_hold(known.stamps)):
+            return known.source
         files = _closure(folder, name)
         digest = _digest(files, folder)
-        stamps = tuple((path, *_stamp(path)) for path in files)
+        stamps = tuple(map(_stamp, files))
         text = f"// k3cupy {digest}\n#line 1\n{files[folder / name]}"
         source = Source(text=text, digest=digest, directory=folder)
-        _loaded[folder, name] = stamps, source
+        _loaded[folder, name] = _Read(stamps, source)
         return source
 
 
 def epoch(name: str) -> str | None:
     """Return what a plan must agree on: None for the shipped sources, else the present digest."""
-    if _override.get() is None and env.source_dir() is None:
+    if override.get() is None and env.source_dir() is None:
         return None
     return load(name).digest
 
@@ -150,20 +166,22 @@ def shipped_digest(*names: str) -> str:
 
 
 def _digest(files: Mapping[Path, str], folder: Path) -> str:
+    import hashlib  # loads OpenSSL, which a call on CPU tensors does not need
+
     digest = hashlib.sha256()
     for path, text in files.items():
         digest.update(f"{path.relative_to(folder)}\0{len(text)}\0{text}".encode())
     return digest.hexdigest()
 
 
-def _stamp(path: Path) -> tuple[int, int]:
+def _stamp(path: Path) -> _Stamp:
     status = path.stat()
-    return status.st_mtime_ns, status.st_size
+    return _Stamp(path, status.st_mtime_ns, status.st_size)
 
 
-def _stamps_hold(stamps: tuple[tuple[Path, int, int], ...]) -> bool:
+def _stamps_hold(stamps: Iterable[_Stamp]) -> bool:
     try:
-        return all(_stamp(path) == (mtime, size) for path, mtime, size in stamps)
+        return all(_stamp(stamp.path) == stamp for stamp in stamps)
     except OSError:
         return False
 
@@ -179,7 +197,12 @@ def _closure(folder: Path, name: str) -> dict[Path, str]:
         try:
             files[path] = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ToolchainError(f"CUDA source {path} cannot be read ({error})") from error
+            hint = ""
+            if path.parent == folder / _OF_BENCHMARKS:
+                hint = (
+                    "; the kernels of benchmarks come with a checkout of k3cupy, not with a wheel"
+                )
+            raise ToolchainError(f"CUDA source {path} cannot be read ({error}){hint}") from error
         for included in _INCLUDE.findall(files[path]):
             beside = path.parent / included
             found = beside if beside.is_file() else folder / included

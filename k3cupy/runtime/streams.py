@@ -12,6 +12,8 @@ from k3cupy.runtime import toolchain
 
 _LEGACY_DEFAULT = 1
 _wrapped: dict[int, Any] = {}
+known = _wrapped.get
+"""What ``wrap`` returned for a handle before, or None."""
 
 
 def handle_of(stream: Any) -> int:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import numbers
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from k3cupy.runtime import toolchain
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 ALIGNMENT = 16
 """Bytes of the widest access of the kernels; a signature holds the address modulo this."""
@@ -45,7 +47,7 @@ class TensorView:
     readonly: bool
     requires_grad: bool
     framework: str
-    owner: Any = field(default=None, compare=False, repr=False)
+    owner: object = field(default=None, compare=False, repr=False)
 
     @property
     def is_cuda(self) -> bool:
@@ -126,7 +128,7 @@ def as_numpy(v: TensorView, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     return np.ndarray(v.shape, element, buffer=memory, strides=strides)
 
 
-def as_cupy(v: TensorView, owner: Any) -> Any:
+def as_cupy(v: TensorView, owner: object) -> Any:
     """Return a CuPy array over a CUDA tensor's memory; ``owner`` is kept alive by it."""
     cupy = toolchain.cupy()
     element = np.dtype(v.dtype)
@@ -139,6 +141,11 @@ def as_cupy(v: TensorView, owner: Any) -> Any:
 def byte_stride(v: TensorView, axis: int) -> int:
     """Return a stride in bytes; an axis of one element may carry any stride and gets 0."""
     return v.strides[axis] * v.itemsize if v.shape[axis] > 1 else 0
+
+
+def row_stride(v: TensorView) -> int:
+    """Return the elements between rows; of one row nobody asks for them."""
+    return v.strides[0] if v.shape[0] > 1 else 0
 
 
 def may_overlap(a: TensorView, b: TensorView) -> bool:

@@ -7,13 +7,12 @@ import importlib
 import os
 import re
 import sys
-import tempfile
 import threading
-import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from k3cupy.runtime.errors import ToolchainError
+from k3cupy.runtime.warn import warn_user
 
 INSTALL_HINT = (
     'install the GPU stack with `pip install "k3cupy[cu12]"` (driver for CUDA 12) or '
@@ -51,14 +50,15 @@ def _ensure_cache_directory() -> None:
     try:
         cache_directory().mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError) as error:
+        import tempfile  # only here
+
         wanted = os.environ.get("CUPY_CACHE_DIR", "~/.cupy/kernel_cache")
         os.environ["CUPY_CACHE_DIR"] = tempfile.mkdtemp(prefix="k3cupy-cache-")
-        warnings.warn(
+        warn_user(
             f"kernel cache: cannot create {wanted} ({error}); using "
             f"{os.environ['CUPY_CACHE_DIR']} for this process. Set CUPY_CACHE_DIR to a writable "
             "directory to keep compiled kernels.",
             RuntimeWarning,
-            stacklevel=2,
         )
 
 
@@ -120,9 +120,58 @@ def header_version() -> tuple[int, int] | None:
     return None
 
 
+class Option(NamedTuple):
+    """An option of NVRTC, in the words of both compilers.
+
+    Attributes:
+        flags: what NVRTC reads; CuPy takes it as it is.
+        field: the same as a field of cuda-core's ``ProgramOptions``.
+        value: of that field.
+        cupy_adds: CuPy says it by itself, and NVRTC may refuse to be told twice.
+    """
+
+    flags: tuple[str, ...]
+    field: str
+    value: object
+    cupy_adds: bool = False
+
+
+def every_option(source_directory: Path) -> tuple[Option, ...]:
+    """Return the one list of options; the architecture comes from each compiler's own caller."""
+    folders = [str(source_directory), include_directory()]
+    return (
+        Option(("--std=c++17",), "std", "c++17"),
+        Option(tuple(f"-I{folder}" for folder in folders), "include_path", folders),
+        Option(("-ftz=true",), "ftz", True, cupy_adds=True),
+        Option(
+            ("--device-as-default-execution-space",),
+            "device_as_default_execution_space",
+            True,
+            cupy_adds=True,
+        ),
+    )
+
+
 def options(source_directory: Path) -> tuple[str, ...]:
-    """Return the compiler options of every instance, the architecture aside."""
-    return ("--std=c++17", f"-I{source_directory}", f"-I{include_directory()}")
+    """Return the options of every instance for CuPy, which adds the rest and the architecture."""
+    found = every_option(source_directory)
+    return tuple(flag for option in found if not option.cupy_adds for flag in option.flags)
+
+
+def program_options(source_directory: Path, file: str, arch: str) -> Any:
+    """Return the same options for cuda-core's ``Program``.
+
+    The program bears the name of its file: NVRTC looks for an include in quotes beside that first,
+    and without a name in the working directory, whatever lies there.
+
+    Args:
+        source_directory: the folder of the CUDA sources.
+        file: the source in it, as ``"mla_decode.cu"``.
+        arch: for example ``"sm_90"``.
+    """
+    fields = {option.field: option.value for option in every_option(source_directory)}
+    name = str(source_directory / file)
+    return cuda_core().ProgramOptions(name=name, arch=arch, **fields)
 
 
 def describe_versions(nvrtc: tuple[int, int] | None) -> str:

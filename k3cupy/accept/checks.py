@@ -1,0 +1,202 @@
+"""Checks that operations share. Every message is ``argument: expected ..., got ...``."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from k3cupy.runtime.dlpack import packed_strides
+from k3cupy.runtime.errors import reject
+from k3cupy.runtime.tensors import ALIGNMENT, TensorView
+
+Config = TypeVar("Config")
+
+
+def check_dtype(name: str, v: TensorView, accepted: tuple[str, ...], hint: str = "") -> None:
+    """Accept only the named element types."""
+    if v.dtype not in accepted:
+        reject(name, " or ".join(accepted), v.dtype, hint, TypeError)
+
+
+def check_shape(
+    name: str, v: TensorView, shape: tuple[int | str, ...], note: str = "", hint: str = ""
+) -> None:
+    """Accept only a shape; a string stands for any extent and is shown in the message."""
+    fits = len(v.shape) == len(shape)
+    if fits:
+        for want, have in zip(shape, v.shape, strict=True):
+            fits = fits and (isinstance(want, str) or want == have)
+    if not fits:
+        wanted = ", ".join(str(extent) for extent in shape)
+        reject(name, f"shape [{wanted}]{note}", f"shape {list(v.shape)}", hint)
+
+
+def check_strides(name: str, v: TensorView, *, inner: bool = True) -> None:
+    """Refuse negative strides, an inner stride other than 1, and addresses off the element size."""
+    if v.size == 0:
+        return
+    for axis, (extent, stride) in enumerate(zip(v.shape, v.strides, strict=True)):
+        if extent > 1 and stride < 0:
+            reject(
+                name,
+                "strides that are not negative",
+                f"stride {stride} at axis {axis}",
+                "Make a contiguous copy first",
+            )
+    if inner and v.shape and v.shape[-1] > 1 and v.strides[-1] != 1:
+        reject(
+            name, "inner stride 1", f"inner stride {v.strides[-1]}", "Make a contiguous copy first"
+        )
+    if v.itemsize and v.address % v.itemsize:
+        reject(
+            name,
+            f"an address that is a multiple of its {v.itemsize}-byte element",
+            f"address 0x{v.address:x}",
+        )
+
+
+def check_writable(name: str, v: TensorView) -> None:
+    """Refuse memory that its producer forbids to write."""
+    if v.readonly:
+        who = "an immutable JAX array" if v.framework == "jax" else "a read-only tensor"
+        reject(name, "a tensor that may be written", who)
+
+
+def check_devices(views: Mapping[str, TensorView]) -> None:
+    """Accept CPU tensors or tensors of one GPU; name the one that stands apart."""
+    for name, v in views.items():
+        if not v.is_cuda and v.device_type not in ("cpu", "cuda_host"):
+            reject(name, "a tensor on the CPU or a CUDA device", f"device {v.device_type}")
+    places = Counter(v.device if v.is_cuda else "cpu" for v in views.values())
+    common = places.most_common(1)[0][0]
+    for name, v in views.items():
+        if (v.device if v.is_cuda else "cpu") != common:
+            reject(
+                name,
+                f"device {common} like the other tensors",
+                f"device {v.device}",
+                "Move it there first",
+            )
+
+
+def check_rows_apart(name: str, v: TensorView) -> None:
+    """Refuse a tensor to be written whose rows (the last axis) overlap one another."""
+    width = v.shape[-1]
+    reach = width
+    outer = sorted(
+        (stride, extent)
+        for stride, extent in zip(v.strides[:-1], v.shape[:-1], strict=True)
+        if extent > 1
+    )
+    for stride, extent in outer:
+        if stride < reach:
+            reject(name, f"rows of {width} elements that do not overlap", f"strides {v.strides}")
+        reach = (extent - 1) * stride + reach
+
+
+def is_packed(v: TensorView) -> bool:
+    """Return whether a tensor is contiguous; an axis of one element may carry any stride."""
+    step = 1
+    for extent, stride in zip(reversed(v.shape), reversed(v.strides), strict=True):
+        if extent != 1 and stride != step:
+            return v.size == 0
+        step *= max(extent, 1)
+    return True
+
+
+def check_packed(name: str, v: TensorView) -> None:
+    """Accept only a contiguous tensor."""
+    if not is_packed(v):
+        reject(
+            name, f"a contiguous tensor, strides {packed_strides(v.shape)}", f"strides {v.strides}"
+        )
+
+
+def check_grad(views: Mapping[str, TensorView]) -> None:
+    """Refuse tensors that autograd follows, while it does: the operations have no backward.
+
+    Raises:
+        ValueError: a tensor requires grad and grad mode is on.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.is_grad_enabled():
+        return
+    for name, v in views.items():
+        if v.requires_grad:
+            reject(
+                name,
+                "a tensor without gradient",
+                "one that requires grad while grad mode is on",
+                "Call inside torch.no_grad() or torch.inference_mode()",
+            )
+
+
+def without_owners(views: Mapping[str, TensorView]) -> dict[str, TensorView]:
+    """Return views that may outlive their call: they keep no caller's memory alive."""
+    return {name: replace(v, owner=None) if v.owner is not None else v for name, v in views.items()}
+
+
+def check_flags(given: Mapping[str, Any], *names: str) -> None:
+    """Accept only bools, and None for ``pdl``: a truthy value of another type is a mistake.
+
+    Args:
+        given: arguments by name.
+        names: those that are flags.
+
+    Raises:
+        TypeError: a flag is something else.
+    """
+    for name in names:
+        value, may_be_none = given[name], name == "pdl"
+        if not (isinstance(value, bool) or (may_be_none and value is None)):
+            accepted = "None, True or False" if may_be_none else "True or False"
+            reject(name, accepted, repr(value), error=TypeError)
+
+
+def check_scale_tensor(name: str, v: TensorView) -> None:
+    """Accept one fp32 element."""
+    if v.size != 1:
+        reject(name, "exactly one fp32 element", f"shape {list(v.shape)}")
+    check_dtype(name, v, ("float32",))
+
+
+def misalignment(name: str, v: TensorView, *, strides_are_64_bit: bool = False) -> str | None:
+    """Return in words why a tensor's rows cannot be moved by 128-bit accesses, or None.
+
+    Args:
+        name: the argument.
+        v: the tensor.
+        strides_are_64_bit: the kernel takes rows of any distance; else they are within 4 GiB.
+    """
+    if v.size == 0:
+        return None
+    if v.address % ALIGNMENT:
+        past = v.address % ALIGNMENT
+        return f"{name} is not aligned: its address is {past} bytes past a multiple of 16"
+    for extent, stride in zip(v.shape[:-1], v.strides[:-1], strict=True):
+        step = stride * v.itemsize
+        if extent > 1 and step % ALIGNMENT:
+            return (
+                f"{name} is not aligned: a stride of {stride} elements is no multiple of 16 bytes"
+            )
+        if extent > 1 and step >= 1 << 32 and not strides_are_64_bit:
+            return f"{name} has rows {step} bytes apart, past the 4 GiB of the 128-bit kernel"
+    return None
+
+
+def check_config(config: Any, kind: type[Config]) -> Config | None:
+    """Accept None, or a valid configuration of a kernel.
+
+    Raises:
+        TypeError, ValueError: anything else.
+    """
+    if config is None:
+        return None
+    if not isinstance(config, kind):
+        reject("config", f"None or {kind.__name__}", repr(config), error=TypeError)
+    if not config.is_valid():  # type: ignore[attr-defined]
+        reject("config", "a configuration that the kernel has", repr(config))
+    return config

@@ -1,0 +1,306 @@
+"""What products of a few tokens with a weight accept, whatever kernel computes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from k3cupy.accept import checks
+from k3cupy.call.arguments import Arguments, Output, Problem, Values
+from k3cupy.constants import CTYPES
+from k3cupy.kernels import fused_a_gemm, skinny_gemm
+from k3cupy.kernels.fused_a_gemm import FusedAGemmConfig
+from k3cupy.kernels.skinny_gemm import SkinnyGemmConfig
+from k3cupy.runtime.devices import DeviceInfo
+from k3cupy.runtime.errors import reject
+from k3cupy.runtime.tensors import ALIGNMENT, TensorView
+
+RESIDUAL = "residual"
+_MAX_EXTENT = 1 << 31
+
+
+class Signature:
+    """How a public function names its tensors, and how it sees the weight.
+
+    Attributes:
+        x: name of the input.
+        weight: name of the weight.
+        out: name of the output.
+        is_transposed: the weight comes as [K, N] with strides (1, K).
+        arguments: those and the residual, in the order (x, weight, residual, out).
+    """
+
+    def __init__(self, x: str, weight: str, out: str, *, is_transposed: bool) -> None:
+        self.x, self.weight, self.out = x, weight, out
+        self.is_transposed = is_transposed
+        self.arguments = Arguments(
+            (x, weight, RESIDUAL, out), (x, weight, out) if is_transposed else (x, weight)
+        )
+
+
+OURS = Signature("x", "weight", "out", is_transposed=False)
+DSV3 = Signature("mat_a", "mat_b", "output", is_transposed=True)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What some kernels can compute.
+
+    Attributes:
+        dtypes: of x; the other tensors have its type.
+        dtype_hint: what to say of any other.
+        max_tokens: the most rows of x; None for any number.
+        rows_hint: what to do with more.
+        k_multiple: K is a multiple of this.
+        on_gpu: only for CUDA tensors with rows of x at multiples of 16 bytes.
+    """
+
+    dtypes: tuple[str, ...]
+    dtype_hint: str
+    max_tokens: int | None
+    rows_hint: str
+    k_multiple: int
+    on_gpu: bool = False
+
+
+FUSED_A = Limits(
+    dtypes=("bfloat16",),
+    dtype_hint="The product is computed in bfloat16 only",
+    max_tokens=fused_a_gemm.MAX_TOKENS,
+    rows_hint="Call it for slices of the rows, or use your framework's linear, which is made for "
+    "many rows",
+    k_multiple=fused_a_gemm.K_MULTIPLE,
+)
+SKINNY = Limits(
+    dtypes=tuple(CTYPES),
+    dtype_hint="All tensors are bfloat16, or all are float16",
+    max_tokens=skinny_gemm.MAX_TOKENS,
+    rows_hint="Call fused_a_gemm, which takes up to 64, or your framework's linear",
+    k_multiple=skinny_gemm.K_MULTIPLE,
+)
+LINEAR = replace(
+    FUSED_A, dtype_hint="", max_tokens=None, rows_hint="", k_multiple=1, on_gpu=True
+)
+"""What a linear layer may give to one of the two; the choice says which M and K a kernel takes."""
+
+
+@dataclass(frozen=True)
+class GemmProblem(Problem):
+    """A product that passed validation.
+
+    Attributes:
+        signature: which function was called.
+        n: N.
+        k: K.
+        is_packed: the rows of x follow one another.
+        weight_is_static: the promise.
+    """
+
+    signature: Signature
+    n: int
+    k: int
+    is_packed: bool
+    weight_is_static: bool
+
+    @property
+    def x(self) -> TensorView:
+        """The input."""
+        return self.views[self.signature.x]
+
+    @property
+    def out(self) -> TensorView | None:
+        """The output that the caller gave."""
+        return self.views.get(self.signature.out)
+
+    @property
+    def residual(self) -> TensorView | None:
+        """What is added."""
+        return self.views.get(RESIDUAL)
+
+
+def accept(
+    signature: Signature, limits: Limits, values: Values, *, weight_is_static: bool
+) -> GemmProblem:
+    """Check everything that the host can see.
+
+    Args:
+        signature: which function was called.
+        limits: of the kernels that may compute it.
+        values: the tensors, in the order of the signature's arguments.
+        weight_is_static: the promise.
+
+    Raises:
+        TypeError, ValueError: the text names the argument, what was expected and what was found.
+    """
+    views = signature.arguments.views(values)
+    x = views[signature.x]
+    checks.check_dtype(signature.x, x, limits.dtypes, limits.dtype_hint)
+    for name, v in views.items():
+        checks.check_dtype(name, v, (x.dtype,), limits.dtype_hint)
+    num_tokens, n, k = _check_shapes(signature, views, limits)
+    checks.check_strides(signature.x, x)
+    _check_weight_layout(signature, views[signature.weight])
+    if signature.out in views:
+        out = views[signature.out]
+        checks.check_writable(signature.out, out)
+        checks.check_strides(signature.out, out)
+        checks.check_rows_apart(signature.out, out)
+    if RESIDUAL in views:
+        checks.check_strides(RESIDUAL, views[RESIDUAL])
+    checks.check_devices(views)
+    slow_reason = checks.misalignment(signature.x, x, strides_are_64_bit=True)
+    if limits.on_gpu:
+        _check_for_gpu(signature, views, num_tokens)
+    checks.check_grad(views)
+    return GemmProblem(
+        views=checks.without_owners(views),
+        num_tokens=num_tokens,
+        outputs=(Output(signature.out, "out", (num_tokens, n), x.dtype),),
+        updated=(),
+        in_place=(RESIDUAL,),
+        slow_reason=slow_reason,
+        signature=signature,
+        n=n,
+        k=k,
+        is_packed=checks.is_packed(x),
+        weight_is_static=weight_is_static,
+    )
+
+
+def _check_shapes(
+    signature: Signature, views: dict[str, TensorView], limits: Limits
+) -> tuple[int, int, int]:
+    x, weight = views[signature.x], views[signature.weight]
+    checks.check_shape(signature.x, x, ("M", "K"))
+    num_tokens, k = x.shape
+    wanted: tuple[int | str, ...] = (k, "N") if signature.is_transposed else ("N", k)
+    hint = "Pass the transpose of the weight [N, K]" if signature.is_transposed else ""
+    checks.check_shape(signature.weight, weight, wanted, f" like {signature.x}", hint)
+    n = weight.shape[1 if signature.is_transposed else 0]
+    most = limits.max_tokens
+    if most is not None and num_tokens > most:
+        reject(signature.x, f"at most {most} rows", str(num_tokens), limits.rows_hint)
+    multiple = limits.k_multiple
+    if k % multiple or not 0 < k < _MAX_EXTENT:
+        reject(
+            signature.x,
+            f"K a multiple of {multiple}, at least {multiple}",
+            f"K = {k}",
+            "Pad x and the weight with zeros",
+        )
+    if not 0 < n < _MAX_EXTENT:
+        reject(signature.weight, f"N from 1 to {_MAX_EXTENT - 1}", f"N = {n}")
+    for name in (signature.out, RESIDUAL):
+        if name in views:
+            checks.check_shape(name, views[name], (num_tokens, n))
+    return num_tokens, n, k
+
+
+def _check_weight_layout(signature: Signature, weight: TensorView) -> None:
+    rows = weight
+    if signature.is_transposed:
+        rows = replace(weight, shape=weight.shape[::-1], strides=weight.strides[::-1])
+    if not checks.is_packed(rows):
+        k = rows.shape[1]
+        if signature.is_transposed:
+            expected = f"a packed weight [N, K] seen transposed, strides {(1, k)}"
+            hint = "Pass the transpose of a contiguous copy"
+        else:
+            expected = f"a packed weight, strides {(k, 1)}"
+            hint = "Make a contiguous copy, once"
+        reject(signature.weight, expected, f"strides {weight.strides}", hint)
+    if weight.address % ALIGNMENT:
+        reject(
+            signature.weight,
+            f"an address that is a multiple of {ALIGNMENT} bytes",
+            f"address 0x{weight.address:x}",
+            "Make a copy of it, once",
+        )
+
+
+def _check_for_gpu(signature: Signature, views: dict[str, TensorView], num_tokens: int) -> None:
+    """Accept what a linear layer leaves to our kernels: on a GPU, and their fast path."""
+    x = views[signature.x]
+    if not x.is_cuda:
+        reject(signature.x, "a CUDA tensor", f"one on the {x.device}")
+    if num_tokens == 0:
+        reject(signature.x, "at least one row", "none: there is nothing to compute")
+    for name, v in views.items():
+        if v.size and not v.address:
+            reject(name, "a tensor with memory of its own", "a wrapper of others, without any")
+    if num_tokens > 1 and x.strides[0] * x.itemsize % ALIGNMENT:
+        multiple = ALIGNMENT // x.itemsize
+        reject(signature.x, f"a row stride that is a multiple of {multiple}", str(x.strides[0]))
+    if x.address % ALIGNMENT:
+        expected = f"an address that is a multiple of {ALIGNMENT} bytes"
+        reject(signature.x, expected, f"one {x.address % ALIGNMENT} bytes past it")
+
+
+def check_fused_a_config(
+    given: Any, num_tokens: int | None = None, gpu: DeviceInfo | None = None
+) -> FusedAGemmConfig | None:
+    """Accept None, or a configuration that can compute a call.
+
+    Args:
+        given: by the caller.
+        num_tokens: M, where it is known.
+        gpu: where it is known.
+
+    Raises:
+        TypeError, ValueError: anything else.
+    """
+    config = checks.check_config(given, FusedAGemmConfig)
+    if config is None:
+        return None
+    if num_tokens is not None and num_tokens > config.tile_m:
+        reject("config", f"tile_m of at least the {num_tokens} rows", str(config.tile_m))
+    if gpu is None:
+        return config
+    if config.shared_bytes > gpu.shared_memory_optin:
+        reject(
+            "config",
+            f"at most {gpu.shared_memory_optin} bytes of shared memory a block, which "
+            f"{gpu.name} has",
+            f"{config.shared_bytes} bytes",
+            "Take fewer stages or a smaller tile",
+        )
+    if config.needs_warpgroups and not gpu.has_warpgroups:
+        reject(
+            "config",
+            f"product 'warp' on {gpu.arch}, for products of a warpgroup exist on sm_90 alone",
+            repr(config.product),
+        )
+    if config.split_k > 1 and not gpu.has_clusters:
+        reject(
+            "config",
+            f"split_k of 1 on {gpu.arch}, for clusters exist from sm_90 on",
+            str(config.split_k),
+        )
+    if config.mapped_x and not gpu.has_tensor_maps:
+        reject(
+            "config",
+            f"mapped_x of False on {gpu.arch}, for tensor maps are used from sm_90 to sm_103",
+            str(config.mapped_x),
+        )
+    return config
+
+
+def check_skinny_config(given: Any, num_tokens: int | None = None) -> SkinnyGemmConfig | None:
+    """Accept None, or a configuration that can compute a call.
+
+    Args:
+        given: by the caller.
+        num_tokens: M, where it is known and not 0.
+
+    Raises:
+        TypeError, ValueError: anything else.
+    """
+    config = checks.check_config(given, SkinnyGemmConfig)
+    if config is not None and num_tokens and num_tokens != config.num_rows:
+        reject(
+            "config",
+            f"num_rows of exactly the {num_tokens} rows of x",
+            str(config.num_rows),
+            "Make one for each number of rows, for example with dataclasses.replace",
+        )
+    return config

@@ -1,0 +1,230 @@
+"""What the MLA prefill and context epilogues accept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from k3cupy.accept import checks, mla
+from k3cupy.call.arguments import Arguments, Output, Values
+from k3cupy.constants import (
+    DS_MLA_ROW_BYTES,
+    LATENT_DIM,
+    QK_HEAD_DIM,
+    QK_NOPE_HEAD_DIM,
+    V_HEAD_DIM,
+)
+from k3cupy.kernels.mla_prefill import (
+    INSERTS,
+    KEY_CONCAT,
+    KEY_CONCAT_DS_MLA,
+    KV_CONCAT,
+    KV_CONCAT_QUANT,
+    QKV_QUANT,
+    Variant,
+)
+from k3cupy.runtime.errors import reject
+from k3cupy.runtime.tensors import TensorView
+
+_MAX_ROWS = 1 << 30
+"""Rows of one launch: their numbers, and those of the last block's threads, must fit 31 bits."""
+
+_CACHE_WIDTHS = {
+    KEY_CONCAT: LATENT_DIM,
+    KEY_CONCAT_DS_MLA: DS_MLA_ROW_BYTES,
+    QKV_QUANT: LATENT_DIM,
+}
+_HEAD_WIDTHS = {"q": QK_HEAD_DIM, "k_nope": QK_NOPE_HEAD_DIM, "v": V_HEAD_DIM}
+
+
+class Signature:
+    """The arguments and outputs of one of the five.
+
+    Attributes:
+        op: public name.
+        inputs: positional arguments, in order; the others must be like the first.
+        outputs: name -> width of each output.
+        is_fp8: the outputs are e4m3.
+        out_names: how messages name ``out``, one name an output.
+        arguments: all tensor arguments, ``out`` last.
+    """
+
+    def __init__(
+        self, op: str, inputs: Sequence[str], outputs: Mapping[str, int], *, is_fp8: bool
+    ) -> None:
+        self.op, self.inputs, self.outputs, self.is_fp8 = op, tuple(inputs), dict(outputs), is_fp8
+        several = len(outputs) > 1
+        self.out_names = tuple(f"out[{i}]" for i in range(len(outputs))) if several else ("out",)
+        scales = [name for name in inputs if name.endswith("scale_inv")]
+        optional = {*scales, *mla.ROPE}
+        self.arguments = Arguments(
+            (*inputs, *self.out_names), [n for n in inputs if n not in optional], scales
+        )
+
+    def split_out(self, out: Any) -> Values:
+        """Return what was given as ``out``, one value an output.
+
+        Raises:
+            TypeError, ValueError: several outputs and no tuple of as many tensors.
+        """
+        count = len(self.out_names)
+        if out is None or count == 1:
+            return (out,) + (None,) * (count - 1)
+        wanted = f"a tuple of {count} tensors ({', '.join(self.outputs)})"
+        if not isinstance(out, tuple | list):
+            reject("out", wanted, type(out).__name__, error=TypeError)
+        if len(out) != count:
+            reject("out", wanted, f"{len(out)} of them")
+        for name, value in zip(self.out_names, out, strict=True):
+            if value is None:
+                reject(name, "a tensor like the others", "None", error=TypeError)
+        return tuple(out)
+
+
+_LATENT = ("q", "k_nope", "k_pe", "kv_c_normed")
+_PLACES = ("kv_cache", "slot_mapping")
+_SCALES = ("q_scale_inv", "k_scale_inv", "v_scale_inv", "cache_scale_inv")
+_KEY = {"k": QK_HEAD_DIM}
+_KV8 = {"k8": QK_HEAD_DIM, "v8": V_HEAD_DIM}
+
+SIGNATURES = {
+    signature.op: signature
+    for signature in (
+        Signature(KEY_CONCAT, (*_LATENT, *_PLACES, *mla.ROPE), _KEY, is_fp8=False),
+        Signature(KEY_CONCAT_DS_MLA, (*_LATENT, *_PLACES, *mla.ROPE), _KEY, is_fp8=False),
+        Signature(
+            QKV_QUANT,
+            (*_LATENT, "v", *_PLACES, *_SCALES, *mla.ROPE),
+            {"q8": QK_HEAD_DIM, **_KV8},
+            is_fp8=True,
+        ),
+        Signature(KV_CONCAT, ("k_nope", "k_pe"), _KEY, is_fp8=False),
+        Signature(KV_CONCAT_QUANT, ("k_nope", "k_pe", "v"), _KV8, is_fp8=True),
+    )
+}
+
+
+def accept(signature: Signature, values: Values) -> mla.MlaProblem:
+    """Check everything that the host can see of a call of one of the five.
+
+    Args:
+        signature: which of them.
+        values: in the order of its arguments.
+
+    Raises:
+        TypeError, ValueError: the text names the argument, what was expected and what was found.
+    """
+    op, first = signature.op, signature.inputs[0]
+    signature.arguments.numbers(values)
+    views = signature.arguments.views(values)
+    dtype = views[first].dtype
+    _check_types(signature, values, views, dtype)
+    num_tokens, num_heads = _check_shapes(signature, views)
+    mla.check_layouts(views)
+    rope = "positions" in views
+    updated = (
+        ()
+        if op not in INSERTS
+        else ("kv_cache", "q")
+        if rope and not signature.is_fp8
+        else ("kv_cache",)
+    )
+    mla.check_written(views, updated=updated, outs=signature.out_names)
+    read_or_written = dict(views)
+    if not signature.is_fp8 and not rope:
+        read_or_written.pop("q", None)
+    reason = mla.slow_reason(read_or_written)
+    num_slots = mla.num_slots(views) if "kv_cache" in views else 0
+    if num_tokens * num_heads >= _MAX_ROWS:
+        reject(
+            first,
+            f"num_tokens * num_heads below {_MAX_ROWS}",
+            f"{num_tokens * num_heads}",
+            "Split the tokens",
+        )
+    checks.check_grad(views)
+    out_dtype = "float8_e4m3fn" if signature.is_fp8 else dtype
+    outputs = zip(signature.out_names, signature.outputs.items(), strict=True)
+    return mla.MlaProblem(
+        views=checks.without_owners(views),
+        num_tokens=num_tokens,
+        outputs=tuple(
+            Output(argument, name, (num_tokens, num_heads, width), out_dtype)
+            for argument, (name, width) in outputs
+        ),
+        updated=updated,
+        in_place=(),
+        slow_reason=reason,
+        variant=Variant(
+            op=op,
+            dtype=dtype,
+            rope=rope,
+            k_pe_fp8=op == KV_CONCAT_QUANT and views["k_pe"].dtype in mla.FP8,
+            vector=reason is None,
+        ),
+        num_heads=num_heads,
+        num_slots=num_slots,
+    )
+
+
+def _check_types(signature: Signature, values: Values, views: mla.Views, dtype: str) -> None:
+    op, first, arguments = signature.op, signature.inputs[0], signature.arguments
+    checks.check_dtype(first, views[first], ("bfloat16", "float16"))
+    for name in signature.inputs:
+        if name == "k_pe" and op == KV_CONCAT_QUANT:
+            checks.check_dtype(name, views[name], (dtype, *mla.FP8))
+        elif name in ("k_nope", "k_pe", "kv_c_normed", "v") and views[name].dtype != dtype:
+            reject(name, f"{dtype} like {first}", views[name].dtype, error=TypeError)
+    if op in INSERTS:
+        _check_cache(op, views["kv_cache"], dtype)
+        checks.check_dtype("slot_mapping", views["slot_mapping"], mla.INDEX_TYPES)
+        mla.check_rope_types(views)
+    for name in arguments.scales:
+        if values[arguments.places[name]] is None:
+            reject(name, "a scale", "None", "Pass 1.0 for an unscaled cast", TypeError)
+        if name in views:
+            checks.check_scale_tensor(name, views[name])
+    for name in signature.out_names:
+        if name in views:
+            checks.check_dtype(name, views[name], mla.FP8 if signature.is_fp8 else (dtype,))
+
+
+def _check_cache(op: str, cache: TensorView, dtype: str) -> None:
+    """Accept the cache that the operation writes; for another name the operation that does."""
+    width = cache.shape[-1] if cache.shape else 0
+    fitting = op
+    if cache.dtype == dtype:
+        fitting = KEY_CONCAT
+    elif cache.dtype == "uint8" and width == DS_MLA_ROW_BYTES:
+        fitting = KEY_CONCAT_DS_MLA
+    elif cache.dtype in mla.FP8 and width == LATENT_DIM:
+        fitting = QKV_QUANT
+    accepted = {KEY_CONCAT: (dtype,), KEY_CONCAT_DS_MLA: ("uint8",), QKV_QUANT: mla.FP8}[op]
+    if fitting != op or cache.dtype not in accepted:
+        reject(
+            "kv_cache",
+            f"{' or '.join(accepted)} rows of {_CACHE_WIDTHS[op]}",
+            f"{cache.dtype} rows of {width}",
+            "" if fitting == op else f"Call {fitting} for such a cache",
+            TypeError,
+        )
+
+
+def _check_shapes(signature: Signature, views: mla.Views) -> tuple[int, int]:
+    first = signature.inputs[0]
+    checks.check_shape(first, views[first], ("num_tokens", "num_heads", _HEAD_WIDTHS[first]))
+    num_tokens, num_heads, _ = views[first].shape
+    mla.check_heads(first, views[first])
+    like = f" like {first}"
+    for name in ("k_nope", "v"):
+        if name in views:
+            shape = (num_tokens, num_heads, _HEAD_WIDTHS[name])
+            checks.check_shape(name, views[name], shape, like)
+    if signature.op in INSERTS:
+        mla.check_latent_shapes(views, num_tokens, _CACHE_WIDTHS[signature.op], like)
+    else:
+        mla.check_k_pe_shape(views["k_pe"], num_tokens, like)
+    for name, width in zip(signature.out_names, signature.outputs.values(), strict=True):
+        if name in views:
+            checks.check_shape(name, views[name], (num_tokens, num_heads, width))
+    return num_tokens, num_heads

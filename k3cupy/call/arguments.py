@@ -1,0 +1,186 @@
+"""The tensor arguments of an operation, and a validated call of them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from k3cupy.call.prober import Probe, make_prober
+from k3cupy.runtime import producers, tensors
+from k3cupy.runtime.errors import reject
+from k3cupy.runtime.tensors import TensorView, may_overlap
+
+Values = tuple[Any, ...]
+"""A call's arguments in the order of its ``Arguments``; None for what was left out."""
+
+
+class Arguments:
+    """The arguments of one operation that are tensors, or numbers where a scale may be one.
+
+    Attributes:
+        names: in the order in which a call carries them.
+        required: those that a call must give; any other may be None.
+        scales: those that may be a number.
+        places: of the arguments among a call's values and addresses.
+        probe: gives a call's addresses, signature and what must live until the memory was used.
+    """
+
+    def __init__(self, names: Iterable[str], required: Iterable[str], scales: Iterable[str] = ()):
+        self.names = tuple(names)
+        self.required = frozenset(required)
+        self.scales = tuple(scales)
+        self.probe: Probe = make_prober(self.names, self.required, self.views)
+        self.places = {name: i for i, name in enumerate(self.names)}
+
+    def views(self, values: Values) -> dict[str, TensorView]:
+        """Describe the tensors among a call's values, by argument name.
+
+        Raises:
+            TypeError: a value that must be a tensor is none.
+        """
+        found = {}
+        for name, value in zip(self.names, values, strict=True):
+            if value is None and name not in self.required:
+                continue
+            if name not in self.scales or not tensors.is_number(value):
+                found[name] = producers.view(value, name)
+        return found
+
+    def numbers(self, values: Values) -> dict[str, float]:
+        """Return the scales that are numbers.
+
+        Raises:
+            ValueError: one is not finite and positive.
+        """
+        return {
+            name: scale_number(name, value)
+            for name in self.scales
+            if tensors.is_number(value := values[self.places[name]])
+        }
+
+
+def scale_number(name: str, value: Any) -> float:
+    """Return a scale given as a number.
+
+    Raises:
+        ValueError: it is not finite and positive, or not so any more in fp32.
+    """
+    with np.errstate(over="ignore", under="ignore"):
+        rounded = float(np.float32(value))
+    if not (math.isfinite(rounded) and rounded > 0):
+        reject(name, "a finite number above 0 (in fp32)", repr(value))
+    return rounded
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor that a call returns: the caller's, or a new one.
+
+    Attributes:
+        argument: the name under which it may be given.
+        name: what the kernel calls it.
+        shape: of it.
+        dtype: the field's name.
+    """
+
+    argument: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A call that passed validation.
+
+    Attributes:
+        views: the tensors by argument name; the first is the input that names framework and device.
+        num_tokens: of the call; with 0 nothing is launched.
+        outputs: in the order in which they are returned.
+        updated: names of inputs that the call writes.
+        in_place: names of inputs that may be an output itself, element by element, because what
+            writes an element is what read it.
+        slow_reason: why rows are read element by element, or None.
+    """
+
+    views: dict[str, TensorView]
+    num_tokens: int
+    outputs: tuple[Output, ...]
+    updated: tuple[str, ...]
+    in_place: tuple[str, ...]
+    slow_reason: str | None
+
+    @property
+    def first(self) -> TensorView:
+        """The input that names framework and device."""
+        return next(iter(self.views.values()))
+
+
+class Overlap:
+    """What only the addresses decide, checked on each call: outputs apart from inputs.
+
+    Args:
+        arguments: of the operation.
+        problem: a validated call.
+    """
+
+    def __init__(self, arguments: Arguments, problem: Problem) -> None:
+        views, in_place = problem.views, problem.in_place
+        written = [*problem.updated, *[output.argument for output in problem.outputs]]
+        self._arguments = arguments
+        self._names = tuple([name for name in written if name in views])
+        self._in_place: set[tuple[int, int]] = set()
+        pairs = []
+        if self._names:
+            for target, name in itertools.product(self._names, in_place):
+                if name in views and _are_laid_out_alike(views[target], views[name]):
+                    self._in_place.add((arguments.places[target], arguments.places[name]))
+            spans = {arguments.places[name]: v.span for name, v in views.items()}
+            for name in self._names:
+                place = arguments.places[name]
+                span = spans.pop(place)  # a pair is looked at once, from its first member
+                pairs.append((place, span, tuple(spans.items())))
+        self._written = tuple(pairs)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to check."""
+        return not self._written
+
+    def check(self, values: Values, addresses: list[int]) -> None:
+        """Refuse an output that shares memory with another argument, but for one that may be it."""
+        suspicious = False
+        for target, length, others in self._written:
+            start = addresses[target]
+            end = start + length
+            for index, span in others:
+                other = addresses[index]
+                if other < end and start < other + span:
+                    same = other == start and (target, index) in self._in_place
+                    suspicious = suspicious or not same
+        if suspicious:
+            self._refuse(values, addresses)
+
+    def _refuse(self, values: Values, addresses: list[int]) -> None:
+        """Look again, byte by byte: spans may interleave and share none."""
+        views = self._arguments.views(values)
+        others = {name: v for name, v in views.items() if name not in self._names}
+        for target, index in self._in_place:
+            if addresses[target] == addresses[index]:
+                del others[self._arguments.names[index]]
+        for name in self._names:
+            for other_name, other in others.items():
+                if may_overlap(views[name], other):
+                    reject(name, f"memory apart from {other_name}", "tensors that overlap")
+            others[name] = views[name]
+
+
+def _are_laid_out_alike(a: TensorView, b: TensorView) -> bool:
+    """Return whether equal addresses make two tensors the same elements at the same places."""
+    axes = zip(a.shape, a.strides, b.strides, strict=True)
+    return a.shape == b.shape and all(extent == 1 or left == right for extent, left, right in axes)

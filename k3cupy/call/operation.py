@@ -1,0 +1,138 @@
+"""A public function as an object: what it takes, accepts, chooses, launches, and computes on a CPU.
+
+The skeleton of a call stands here and nowhere else: probe, look the plan up, make it where it is
+missing, run it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from k3cupy.call.arguments import Arguments, Problem, Values
+from k3cupy.call.choice import Choice
+from k3cupy.call.launch import Launch
+from k3cupy.call.plans import CudaPlan, Plan, PlanCache, Reference, ReferencePlan, Verify, stamp
+from k3cupy.runtime import devices, env
+from k3cupy.runtime.devices import DeviceInfo
+
+Given = Mapping[str, Any]
+"""What a call asks for beside its tensors, by name."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One public function.
+
+    Attributes:
+        function: it, for its signature.
+        kernel: the module of its kernel: ``KERNEL``, ``SOURCE``, ``instance_of``, ``launches``.
+        arguments: its tensors.
+        options: names of everything else that decides what runs, ``config`` and ``pdl`` among them.
+        accept: (values, options) -> the validated call.
+        choose: (problem, GPU, options) -> what runs; not asked for a call without tokens.
+        reference: what computes it on a CPU.
+        verify: what K3CUPY_CHECK looks at; None for nothing.
+        launches: (problem, configuration, GPU) -> what is queued; None for the kernel's own.
+        plans: by the signature of their calls.
+        sources: the CUDA sources of its kernel.
+    """
+
+    function: Callable[..., Any]
+    kernel: Any
+    arguments: Arguments
+    options: tuple[str, ...]
+    accept: Callable[[Values, Given], Problem]
+    choose: Callable[[Any, DeviceInfo, Given], Choice]
+    reference: Reference
+    verify: Verify | None = None
+    launches: Callable[[Any, Any, DeviceInfo], Sequence[Launch]] | None = None
+    plans: PlanCache = field(default_factory=PlanCache)
+    sources: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Name the sources once: it counts on every call."""
+        object.__setattr__(self, "sources", (self.kernel.SOURCE,))
+
+    def __call__(self, values: Values, options: tuple[Any, ...], stream: Any) -> Any:
+        """Compute a call.
+
+        Args:
+            values: its tensors, in the order of ``arguments``.
+            options: in the order of ``options``, each of its right type.
+            stream: the one that was given; None for the current one.
+        """
+        addresses, signature, owners = self.arguments.probe(values, stream)
+        key = (signature, options, stamp(self.sources))
+        plan = self.plans.get(key)
+        if plan is None:
+            given = dict(zip(self.options, options, strict=True))
+            problem = self.accept(values, given)
+            plan = self.plan_of(problem, self.choice(problem, given), stream)
+            self.plans.remember(key, plan)
+        result = plan.run(values, addresses, stream)
+        del owners  # memory that exists only for this call has been used, or queued to be
+        return result
+
+    def plan_of(self, problem: Problem, choice: Choice, stream: Any) -> Plan:
+        """Prepare everything of a validated call that does not depend on its addresses.
+
+        Raises:
+            CaptureError: a kernel would have to be compiled or loaded while a graph is captured.
+        """
+        checks = env.CHECK in env.values and env.check_enabled()
+        verify = self.verify if checks else None
+        if choice.runs_on == "cpu":
+            return ReferencePlan(self.arguments, problem, self.reference, verify)
+        launches: Sequence[Launch] = ()
+        if problem.num_tokens:
+            make = self.launches or self.kernel.launches
+            launches = make(problem, choice.config, devices.info(problem.first.device_index))
+        return CudaPlan(
+            self.arguments, problem, launches, pdl=choice.pdl, verify=verify, stream=stream
+        )
+
+    def choice(self, problem: Problem, given: Given) -> Choice:
+        """Say what runs for a validated call, and why.
+
+        Raises:
+            ValueError: the caller's configuration cannot compute it on this GPU.
+        """
+        first, name = problem.first, self.kernel.KERNEL
+        if not first.is_cuda:
+            return Choice(name, None, "the tensors are on the CPU", runs_on="cpu")
+        gpu = devices.info(first.device_index)
+        pdl = gpu.has_pdl and given["pdl"] is not False
+        if problem.num_tokens == 0:
+            return Choice(name, None, "no tokens: nothing is launched", pdl=pdl)
+        return self.complete(problem, self.choose(problem, gpu, given), pdl)
+
+    def complete(self, problem: Problem, choice: Choice, pdl: bool) -> Choice:
+        """Return a choice with the call's instance, launch attribute, and what makes it slower."""
+        reason = choice.reason
+        if problem.slow_reason is not None:
+            reason += f"; element by element, not 128-bit, because {problem.slow_reason}"
+        name = self.kernel.instance_of(problem, choice.config).name_expression
+        return replace(choice, reason=reason, name_expression=name, pdl=pdl)
+
+    def explain(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        prepare: Callable[[dict[str, Any]], None],
+    ) -> Choice:
+        """Validate a call and say what it would run; launch nothing.
+
+        Args:
+            args: positional arguments of the function.
+            kwargs: its keyword arguments.
+            prepare: checks what is no tensor, and adds what ``arguments`` name otherwise.
+        """
+        found = inspect.signature(self.function).bind(*args, **kwargs)
+        found.apply_defaults()
+        given = found.arguments
+        prepare(given)
+        problem = self.accept(tuple(given[name] for name in self.arguments.names), given)
+        return self.choice(problem, given)

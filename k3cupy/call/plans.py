@@ -1,0 +1,289 @@
+"""Plans: a validated call with its launches, ready to repeat; what they are kept by, the stamp."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import ml_dtypes  # noqa: F401  registers bfloat16 and float8 with NumPy
+import numpy as np
+
+from k3cupy.call import outputs
+from k3cupy.call.arguments import Arguments, Overlap, Problem, Values, scale_number
+from k3cupy.call.launch import MAKERS, Launch
+from k3cupy.runtime import env, instances, launch, sources, streams, tensors
+from k3cupy.runtime.errors import CaptureError
+from k3cupy.runtime.tensors import TensorView
+
+Verify = Callable[[Any, Mapping[str, TensorView], int | None], None]
+"""Looks at a call's values on its stream (None: on the CPU), and raises where one is wrong."""
+
+Reference = Callable[[Any, dict[str, Any]], None]
+"""Computes a call on NumPy arrays and numbers by argument name, outputs among them."""
+
+
+class Plan(Protocol):
+    """What repeats a call for other tensors of the same layout."""
+
+    def run(self, values: Values, addresses: list[int], stream: Any) -> Any:
+        """Compute a call; values and addresses are in the order of the operation's arguments."""
+
+
+# --- What a cached plan must agree on beside its call: tables, modes, edited sources ---
+
+_tables = 0
+_overrides, _values = sources.override, env.values
+_SOURCE_DIR, _CHECK = env.SOURCE_DIR, env.CHECK
+
+
+def stamp(names: tuple[str, ...]) -> Any:
+    """Return what plans must agree on; it runs on every call.
+
+    Args:
+        names: the CUDA sources of an operation.
+    """
+    if _overrides.get() is None and _SOURCE_DIR not in _values and _CHECK not in _values:
+        return _tables
+    return _tables, env.check_enabled(), tuple(map(sources.epoch, names))
+
+
+def tables_changed() -> None:
+    """Let no plan of before fit any more: what is known of times has changed."""
+    global _tables
+    _tables += 1
+
+
+def tables() -> int:
+    """Return a number that changes when what is known of times does."""
+    return _tables
+
+
+class PlanCache:
+    """Plans by the signature of their calls, bounded; ``get`` is a dictionary's own look-up."""
+
+    def __init__(self, limit: int = 4096) -> None:
+        self._plans: dict[Any, Any] = {}
+        self._lock = threading.Lock()
+        self._limit = limit
+        self.get = self._plans.get
+
+    def remember(self, key: Any, plan: Any) -> None:
+        """Keep a plan; a full cache begins anew."""
+        with self._lock:
+            if len(self._plans) >= self._limit:
+                self._plans.clear()
+            self._plans[key] = plan
+
+
+def _result(outs: Sequence[Any]) -> Any:
+    return outs[0] if len(outs) == 1 else tuple(outs)
+
+
+class ReferencePlan:
+    """A call on CPU tensors."""
+
+    def __init__(
+        self, arguments: Arguments, problem: Problem, reference: Reference, verify: Verify | None
+    ) -> None:
+        """Prepare the outputs.
+
+        Args:
+            arguments: of the operation.
+            problem: the validated call.
+            reference: what computes it.
+            verify: what looks at its values first; None for nothing.
+        """
+        self._arguments, self._problem = arguments, problem
+        self._reference, self._verify = reference, verify
+        self._overlap = Overlap(arguments, problem)
+        framework = problem.first.framework
+        self._made = tuple(
+            (
+                arguments.places[output.argument],
+                outputs.allocator(framework, output.shape, output.dtype, None),
+            )
+            for output in problem.outputs
+            if output.argument not in problem.views
+        )
+
+    def run(self, values: Values, addresses: list[int], stream: Any) -> Any:
+        """Compute a call."""
+        problem, arguments = self._problem, self._arguments
+        self._overlap.check(values, addresses)
+        every = list(values)
+        for index, allocate in self._made:
+            every[index] = allocate()
+        views = arguments.views(tuple(every))
+        if self._verify is not None:
+            self._verify(problem, views, None)
+        self._reference(problem, self._arrays(views) | arguments.numbers(values))
+        framework = problem.first.framework
+        made = {index for index, _ in self._made}
+        found = []
+        for output in problem.outputs:
+            index = arguments.places[output.argument]
+            out = every[index]
+            found.append(outputs.finish(framework, out, output.dtype) if index in made else out)
+        return _result(found)
+
+    def _arrays(self, views: Mapping[str, TensorView]) -> dict[str, Any]:
+        """Return the tensors as NumPy arrays, e4m3 as its codes; a scale tensor as its number."""
+        arrays: dict[str, Any] = {}
+        for name, v in views.items():
+            is_fp8 = v.dtype == "float8_e4m3fn"
+            array = tensors.as_numpy(v, np.dtype("uint8" if is_fp8 else v.dtype))
+            is_scale = name in self._arguments.scales
+            arrays[name] = float(array.reshape(-1)[0]) if is_scale else array
+        return arrays
+
+
+class CudaPlan:
+    """A call on CUDA tensors."""
+
+    def __init__(
+        self,
+        arguments: Arguments,
+        problem: Problem,
+        launches: Sequence[Launch],
+        *,
+        pdl: bool,
+        verify: Verify | None,
+        stream: Any,
+    ) -> None:
+        """Load the kernels.
+
+        Args:
+            arguments: of the operation.
+            problem: the validated call.
+            launches: what is queued, in order; none where there are no tokens.
+            pdl: with the attribute for programmatic dependent launch.
+            verify: what looks at the values first; None for nothing.
+            stream: the one that was given, to see whether it captures; None for the current one.
+
+        Raises:
+            CaptureError: a kernel is not loaded and the stream is capturing a graph.
+        """
+        first = problem.first
+        self._arguments, self._problem, self._verify = arguments, problem, verify
+        overlap = Overlap(arguments, problem)
+        self._check_overlap = None if overlap.is_empty else overlap.check
+        self._device, self._framework = first.device_index, first.framework
+        frameworks = [v.framework for v in problem.views.values()]
+        stream_framework = "torch" if "torch" in frameworks else "cupy"
+        self._current_stream = streams.current_of(stream_framework, self._device)
+        self._allocates_in_order = self._framework == stream_framework
+        self._address_of = outputs.address_of(self._framework)
+        self._outputs = tuple(
+            [
+                (
+                    arguments.places[output.argument],
+                    output.argument in problem.views,
+                    outputs.allocator(self._framework, output.shape, output.dtype, self._device),
+                )
+                for output in problem.outputs
+            ]
+        )
+        self._launches = tuple([self._prepared(each, pdl, stream) for each in launches])
+
+    def _prepared(self, launched: Launch, pdl: bool, stream: Any) -> _Prepared:
+        loaded = self._load(launched.instance, stream)
+        if launched.shared_bytes:
+            loaded.allow_shared_memory(launched.shared_bytes)
+        parameters, places = launched.parameters, self._arguments.places
+        at = parameters.places
+        unknown = launched.values.keys() - at.keys()
+        if unknown:
+            raise KeyError(f"{launched.instance} has no parameters {', '.join(sorted(unknown))}")
+        stride = "wide i64" if launched.strides_are_64_bit else "u32"
+        template = [
+            MAKERS[stride if kind == "stride" else kind](launched.values.get(name, 0))
+            for name, kind in parameters.types.items()
+        ]
+        return (
+            template,
+            tuple([(at[p], places[a], offset) for p, (a, offset) in launched.addresses.items()]),
+            tuple([(at[p], places[a], a) for p, a in launched.numbers.items()]),
+            tuple([(at[p], make) for p, make in launched.maps.items()]),
+            launch.make_launcher(
+                self._device,
+                loaded.kernel,
+                grid=launched.grid,
+                block=launched.block,
+                pdl=pdl,
+                shared_bytes=launched.shared_bytes,
+                cluster=launched.cluster,
+            ),
+        )
+
+    def _load(self, instance: instances.Instance, stream: Any) -> instances.LoadedKernel:
+        if not instances.is_loaded(instance, self._device):
+            handle = self._current_stream() if stream is None else streams.handle_of(stream)
+            if streams.is_capturing(handle):
+                raise CaptureError(
+                    f"{instance.name_expression} is not loaded and stream 0x{handle:x} is "
+                    "capturing a CUDA graph, where nothing can be compiled or loaded. Before the "
+                    "capture call k3cupy.warmup(...), or run this call once with the same shapes "
+                    "and types"
+                )
+        return instances.load(instance, self._device)
+
+    def run(self, values: Values, addresses: list[int], stream: Any) -> Any:
+        """Queue a call."""
+        if self._check_overlap is not None:
+            self._check_overlap(values, addresses)
+        handle = self._current_stream() if stream is None else streams.handle_of(stream)
+        if self._verify is not None:
+            self._verify(self._problem, self._arguments.views(values), handle)
+        outs = []
+        in_order = stream is None and self._allocates_in_order
+        for index, given, allocate in self._outputs:
+            if given:
+                out = values[index]
+            else:
+                out = allocate() if in_order else self._allocate_for(allocate, handle)
+                addresses[index] = self._address_of(out)
+            outs.append(out)
+        for template, pointers, numbers, maps, queue in self._launches:
+            arguments = template.copy()
+            for place, index, offset in pointers:
+                arguments[place] = addresses[index] + offset
+            for place, index, name in numbers:
+                arguments[place] = np.float32(scale_number(name, values[index]))
+            for place, map_at in maps:
+                arguments[place] = map_at(arguments[place])
+            queue(handle, arguments)
+        if stream is not None:
+            outputs.keep_for_stream([*values, *outs], self._device, handle)
+        if self._framework == "jax":
+            outs = self._handed_over(outs, handle)
+        return outs[0] if len(outs) == 1 else tuple(outs)
+
+    def _allocate_for(self, allocate: outputs.Allocator, handle: int) -> Any:
+        with outputs.allocated_for(self._framework, self._device, handle):
+            return allocate()
+
+    def _handed_over(self, outs: list[Any], handle: int) -> list[Any]:
+        """Return new outputs, the kernels queued, as JAX's own.
+
+        JAX makes its own stream wait for the one that is current at the hand-over.
+        """
+        with streams.current_for_cupy(handle, self._device):
+            return [
+                out if given else outputs.finish(self._framework, out, output.dtype)
+                for out, (_, given, _), output in zip(
+                    outs, self._outputs, self._problem.outputs, strict=True
+                )
+            ]
+
+
+_Prepared = tuple[
+    list[Any],
+    tuple[tuple[int, int, int], ...],
+    tuple[tuple[int, int, str], ...],
+    tuple[tuple[int, Callable[[int], Any]], ...],
+    launch.Launcher,
+]
+"""A launch as ``run`` needs it: arguments with pointers still 0; (place, argument, bytes to add) of
+the pointers; (place, argument, its name) of the numbers; (place, what makes it) of the tensor maps;
+and what queues it. A tuple, because attributes cost more on every call."""

@@ -1,0 +1,98 @@
+"""Probing a call's tensors: a function generated for the arguments of one operation.
+
+A probe gives what the plan cache needs: the addresses, and a hashable signature of everything else.
+PyTorch's tensors on a GPU are the everyday case and a good part of a call's host time, so they are
+read in line, without a loop over arguments. Whatever else comes goes through
+``producers.probe_all``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, cast
+
+from k3cupy.runtime import producers, streams
+from k3cupy.runtime.tensors import ALIGNMENT
+
+Probe = Callable[[tuple[Any, ...], Any], tuple[list[int], tuple[Any, ...], Any]]
+"""(values, stream) -> addresses, signature, and what must live until the memory has been used."""
+
+
+def make_prober(
+    names: Sequence[str], required: Collection[str], describe: Callable[[tuple[Any, ...]], Any]
+) -> Probe:
+    """Return the probe of an operation.
+
+    Args:
+        names: its tensor arguments in order.
+        required: those that a call must give.
+        describe: raises an error that names the argument, for values that cannot be read.
+    """
+
+    def any_producer(values: tuple[Any, ...], stream: Any) -> Any:
+        handle = None if stream is None else streams.handle_of(stream)
+        addresses, signature, owners = producers.probe_all(values, handle)
+        return addresses, tuple(signature), owners
+
+    scope: dict[str, Any] = {
+        "any_producer": any_producer,
+        "describe": describe,
+        "torch_types": producers.torch_types,
+        "modules": sys.modules,
+    }
+    exec(compile(_code(names, required), "<k3cupy prober>", "exec"), scope)
+    return cast(Probe, scope["probe"])
+
+
+def _code(names: Sequence[str], required: Collection[str]) -> str:
+    """Return the source of ``probe``: every tensor in line, ``t0`` the first argument."""
+    short = {name: f"t{i}" for i, name in enumerate(names)}
+    given = [short[name] for name in names if name in required]
+    optional = [short[name] for name in names if name not in required]
+    unlike = " or ".join(f"type({name}) not in torch_types" for name in given)
+    unlike += "".join(
+        f" or ({name} is not None and type({name}) not in torch_types)" for name in optional
+    )
+    wants_grad = " or ".join(
+        [f"{name}.requires_grad" for name in given]
+        + [f"({name} is not None and {name}.requires_grad)" for name in optional]
+    )
+    body = [
+        f"{', '.join(short.values())}, = values",
+        # Off the GPU an ordinal says too little: a tensor without memory has -1 as well.
+        f"if {unlike} or {given[0]}.get_device() < 0:",
+        "    return any_producer(values, stream)",
+        f"if modules['torch'].is_grad_enabled() and ({wants_grad}):",
+        "    return any_producer(values, stream)",
+        *(f"at_{name} = {name}.data_ptr()" for name in given),
+    ]
+    for name in optional:
+        body += [
+            f"if {name} is None:",
+            f"    at_{name} = 0",
+            f"    like_{name} = None",
+            "else:",
+            f"    at_{name} = {name}.data_ptr()",
+            f"    like_{name} = ({_layout(name)})",
+        ]
+    addresses = ", ".join(f"at_{name}" for name in short.values())
+    signature = ", ".join(
+        _layout(name) if name in given else f"like_{name}" for name in short.values()
+    )
+    body.append(f"return [{addresses}], ({signature},), None")
+    lines = [
+        "def probe(values, stream):",
+        "    try:",
+        *(f"        {line}" for line in body),
+        "    except Exception:",
+        "        describe(values)",
+        "        raise",
+    ]
+    return "\n".join(lines)
+
+
+def _layout(name: str) -> str:
+    return (
+        f"{name}.shape, {name}.stride(), {name}.dtype, {name}.get_device(), at_{name} % {ALIGNMENT}"
+    )

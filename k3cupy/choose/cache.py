@@ -1,0 +1,192 @@
+"""The user cache: measurements of this machine's GPUs, one table a family of kernels and GPU.
+
+A file that cannot be used is ignored with one warning that names it. Writers take a lock beside the
+file, read it again, add to it, and put a whole new file in its place, so that readers need no lock
+and several processes may measure at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import os
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from k3cupy.call.choice import USER
+from k3cupy.call.plans import tables_changed
+from k3cupy.choose.table import (
+    SCHEMA,
+    Entry,
+    Table,
+    entry_of,
+    kernels_digest,
+    parts_of,
+    slug,
+    table_text,
+)
+from k3cupy.runtime import env
+from k3cupy.runtime.devices import DeviceInfo
+
+_FOLDER = f"tables-v{SCHEMA}"
+_LOCK_SECONDS = 60
+_AGAIN = "`python -m k3cupy tune` measures anew"
+
+UNITS = {
+    "gemm": "us a launch, cold weights",
+    "mla_decode": "us added to the chain",
+    "mla_prefill": "us a launch",
+}
+
+_warned: set[tuple[Path, str]] = set()
+_warned_lock = threading.Lock()
+
+
+def directory() -> Path:
+    """Return the folder of the measurements: K3CUPY_CACHE_DIR, or the user's cache folder."""
+    named = env.cache_dir() or platformdirs.user_cache_dir("k3cupy")
+    return Path(os.path.expanduser(named)) / _FOLDER
+
+
+def path_of(family: str, gpu: str) -> Path:
+    """Return the file of a family on a kind of GPU, whether it exists or not."""
+    return directory() / slug(gpu) / f"{family}.json"
+
+
+def table(family: str, gpu: str) -> Table:
+    """Return what was measured on this machine with the kernels of this package.
+
+    No file is no entries. A file or an entry that cannot be used is left out, with one warning that
+    names the file and says what is wrong.
+
+    Args:
+        family: of kernels.
+        gpu: the name that the file must carry.
+    """
+    path = path_of(family, gpu)
+    try:
+        problems = _problems(path, _text_of(path), gpu)
+    except FileNotFoundError:
+        problems = {}
+    except OSError as error:
+        _warn(path, f"the file is ignored, it cannot be read ({error})")
+        problems = {}
+    digest = kernels_digest(family) if problems else ""
+    every = [row for rows in problems.values() for row in rows]
+    if every and not any(isinstance(r, dict) and r.get("sources") == digest for r in every):
+        _warn(path, "all entries are ignored, they are of the kernels of another version")
+
+    def read(problem: str, fields: Any) -> Entry | None:
+        try:
+            entry = entry_of(problem, fields)
+        except ValueError as error:
+            _warn(path, f"an entry of {problem} is ignored, it cannot be used ({error})")
+            return None
+        return entry if entry.sources == digest else None
+
+    return Table(USER, {"gpu": gpu}, problems, read)
+
+
+def add(family: str, entries: Iterable[Entry], gpu: DeviceInfo) -> Path | None:
+    """Add entries to the file of a GPU; a new entry takes the place of an older one of its key.
+
+    They count in this process after ``reload()``.
+
+    Args:
+        family: of kernels.
+        entries: measured here; an empty ``date`` or ``sources`` becomes that of today.
+        gpu: what they were measured on.
+
+    Returns:
+        The file, or None where it cannot be written; then one warning says why.
+    """
+    from filelock import FileLock  # slow to import, and most processes only read
+
+    path = path_of(family, gpu.name)
+    today = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
+    digest = kernels_digest(family)
+    dated = [
+        dataclasses.replace(entry, date=entry.date or today, sources=entry.sources or digest)
+        for entry in entries
+    ]
+    header = {
+        "schema": SCHEMA,
+        "family": family,
+        "unit": UNITS[family],
+        "gpu": gpu.name,
+        "arch": gpu.arch,
+        "num_sms": gpu.num_sms,
+        "about": "Measured on this machine by `python -m k3cupy tune`.",
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{path}.lock", timeout=_LOCK_SECONDS):
+            text = _text_of(path) if path.exists() else ""
+            known = _entries(path, text, gpu.name) if text else ()
+            merged = {entry.key: entry for entry in (*known, *dated)}
+            _replace(path, table_text(header, merged.values()))
+    except OSError as error:  # a lock that nobody lets go is an OSError too
+        _warn(
+            path,
+            f"nothing was kept, the file cannot be written ({error})",
+            "Set K3CUPY_CACHE_DIR to a folder that can",
+        )
+        return None
+    return path
+
+
+def reload() -> None:
+    """Forget what was read, so that the next call reads it as it is now."""
+    tables_changed()
+
+
+def _text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")  # what is no text is no JSON either
+
+
+def _problems(path: Path, text: str, gpu: str) -> dict[str, list[Any]]:
+    try:
+        header, problems = parts_of(text)
+        if header["gpu"] != gpu:
+            raise ValueError(f"expected measurements of {gpu}, got {header['gpu']!r:.100}")
+    except ValueError as error:
+        _warn(path, f"the file is ignored, it is no table of this version ({error})")
+        return {}
+    return problems
+
+
+def _entries(path: Path, text: str, gpu: str) -> Iterator[Entry]:
+    """Yield the entries of a file that can be used, those of other kernels too."""
+    for problem, rows in _problems(path, text, gpu).items():
+        for fields in rows:
+            with contextlib.suppress(ValueError):
+                yield entry_of(problem, fields)
+
+
+def _replace(path: Path, text: str) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}.", suffix=".tmp")
+    try:
+        os.fchmod(handle, 0o644)  # a service may read what its owner measured
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def _warn(path: Path, problem: str, hint: str = _AGAIN) -> None:
+    """Warn once for a file and what is wrong with it."""
+    with _warned_lock:
+        if (path, problem) in _warned:
+            return
+        _warned.add((path, problem))
+    warnings.warn(f"measurements in {path}: {problem}. {hint}", UserWarning, stacklevel=3)

@@ -1,0 +1,287 @@
+"""Candidates of the fused-A GEMM, and the cost model for products that no table lists."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import NamedTuple
+
+from k3cupy.kernels.fused_a_gemm import (
+    UNIT_OF_ROWS,
+    WARP,
+    WARPGROUP,
+    WARPGROUP_TOKENS,
+    WIDE_TOKENS,
+    FusedAGemmConfig,
+)
+from k3cupy.runtime.devices import DeviceInfo
+
+
+class _Shape(NamedTuple):
+    """Part of a configuration: how a tile is cut, before anyone knows how deep its rings are."""
+
+    tile_n: int
+    tile_k: int
+    warps_k: int
+    warps_n: int
+    copy_warps: int
+    product: str = WARP
+    mapped_x: bool = False
+
+
+_FEW_TILE_N, _FEW_WARPS_K = (16, 32, 48, 64), (4, 8)
+_FEW_COPY_WARPS = {8: (2,), 16: (2, 4)}
+"""For few tokens, copy_warps by tile_m: combined with each tile_n and warps_k above."""
+
+_SHAPES: dict[int, tuple[_Shape, ...]] = {
+    16: (_Shape(64, 256, 4, 2, 2),),
+    32: (
+        _Shape(16, 512, 8, 1, 2),
+        _Shape(32, 512, 8, 1, 4),
+        _Shape(32, 256, 8, 1, 4),
+        _Shape(32, 256, 4, 1, 2),
+        _Shape(32, 256, 4, 2, 2),
+        _Shape(48, 512, 4, 1, 2),
+        _Shape(48, 256, 4, 1, 2),
+        _Shape(64, 256, 4, 1, 2),
+        _Shape(64, 256, 4, 2, 2),
+        _Shape(64, 256, 2, 2, 2),
+        _Shape(64, 128, 4, 2, 2),
+        _Shape(80, 128, 4, 1, 2),
+        _Shape(96, 128, 2, 3, 2),
+        _Shape(160, 64, 2, 5, 2),
+        _Shape(64, 128, 1, 4, 2, WARPGROUP),
+        _Shape(128, 64, 1, 8, 2, WARPGROUP),
+    ),
+    64: (
+        _Shape(32, 256, 4, 1, 4),
+        _Shape(48, 256, 4, 1, 2),
+        _Shape(64, 256, 4, 2, 2),
+        _Shape(64, 128, 4, 2, 2),
+        _Shape(64, 128, 4, 1, 2),
+        _Shape(80, 128, 4, 1, 2),
+        _Shape(96, 128, 2, 3, 2),
+        _Shape(64, 128, 1, 4, 2, WARPGROUP, mapped_x=True),
+        _Shape(64, 128, 2, 4, 2, WARPGROUP, mapped_x=True),
+        _Shape(64, 128, 2, 4, 2, WARPGROUP),
+        _Shape(192, 64, 1, 4, 2, WARPGROUP),
+    ),
+}
+"""By tile_m, what is worth a look beside that: fast somewhere, or one even wave for some N."""
+
+_EVEN_WARPS_K, _EVEN_TILE_K = (1, 2), 128
+"""Where a product of a warpgroup has 64 tokens as its wide side, a tile may have any multiple of
+8 rows: just enough for an even wave, and the next."""
+
+_SPLITS = (1, 2, 4)
+_MAX_STAGES = 12
+_SPREAD_FROM = 16
+_ORDER_OF_ALL = (4, 1, WARP)
+"""A summation order that every tile_m has candidates for, so that batch invariance is possible."""
+
+_TILES_M = (8, 16, 32, 64)
+
+_SMALLEST = {tile_m: FusedAGemmConfig(tile_m, 16, 64, 2, 2, 4, 1, 1, 1) for tile_m in _TILES_M}
+"""What fits any GPU, should nothing else."""
+
+
+def tile_m_of(num_tokens: int) -> int:
+    """Return the number of tokens that a block computes for a call's."""
+    return next(tile for tile in _TILES_M if tile >= num_tokens)
+
+
+def _shapes(tile_m: int, n: int, k: int, split_k: int, device: DeviceInfo) -> Iterable[_Shape]:
+    """Return the shapes to try for a product, its columns shared by ``split_k`` blocks."""
+    yield from _SHAPES.get(tile_m, ())
+    if tile_m in _FEW_COPY_WARPS:
+        # Three stages or more in a row of the weight, and not so many that barriers take the time.
+        tile_ks = (512, 256) if k >= 1024 else (256, 128) if k >= 512 else (128,)
+        for tile_n, tile_k, warps_k, copy_warps in itertools.product(
+            _FEW_TILE_N, tile_ks, _FEW_WARPS_K, _FEW_COPY_WARPS[tile_m]
+        ):
+            yield _Shape(tile_n, tile_k, warps_k, 1, copy_warps)
+    if tile_m == WIDE_TOKENS and device.has_warpgroups:
+        for tile_n, warps_k in itertools.product(_even_tiles(n, split_k, device), _EVEN_WARPS_K):
+            mapped_x = split_k == 1
+            yield _Shape(tile_n, _EVEN_TILE_K, warps_k, 4, 2, WARPGROUP_TOKENS, mapped_x)
+
+
+def _even_tiles(n: int, split_k: int, device: DeviceInfo) -> list[int]:
+    """Return the tiles of which there are about as many as clusters, or two or three times so many.
+
+    The rows are a multiple of what the blocks of a cluster can share. Tiles that the kernel does
+    not have are for ``is_valid`` to refuse.
+    """
+    unit = math.lcm(UNIT_OF_ROWS, 4 * split_k)
+    found = []
+    for waves in (1, 2, 3) if split_k == 1 else (1,):
+        rows = _even_rows(n, split_k, waves, device)
+        least = -(-rows // unit) * unit
+        found += [least, least + unit]
+    return list(dict.fromkeys(found))
+
+
+def _even_rows(n: int, split_k: int, waves: int, device: DeviceInfo) -> int:
+    """Return the rows a block with which clusters of ``split_k`` blocks fill the GPU evenly.
+
+    Larger clusters leave some multiprocessors out, as each lies within one part of the GPU.
+
+    Args:
+        n: rows of the weight.
+        split_k: blocks a cluster.
+        waves: how many times they are to fill it.
+        device: the GPU.
+    """
+    clusters = device.num_sms // split_k
+    if split_k > 2:
+        clusters = max(clusters * 10 // 11, 1)
+    return -(-n // (waves * clusters))
+
+
+def candidates(n: int, k: int, num_tokens: int, device: DeviceInfo) -> tuple[FusedAGemmConfig, ...]:
+    """Return the configurations worth measuring for a product on a GPU.
+
+    Rings are as deep as shared memory allows, once with all blocks just resident, and once with
+    room for one more block a multiprocessor, where the next kernel's blocks can begin. Where there
+    are too many blocks to be resident at once, a few of them on each multiprocessor take turns.
+
+    Args:
+        n: rows of the weight.
+        k: its columns.
+        num_tokens: rows of x, from 1 to 64.
+        device: the GPU.
+    """
+    tile_m = tile_m_of(num_tokens)
+    found: dict[FusedAGemmConfig, None] = {}
+    for split_k in _SPLITS:
+        for shape in _shapes(tile_m, n, k, split_k, device):
+            blocks = -(-n // shape.tile_n) * split_k
+            if split_k > 1 and (blocks > 2 * device.num_sms or k < 1024):
+                continue
+            draft = _draft(tile_m, shape, split_k, k)
+            resident = -(-blocks // device.num_sms)
+            for blocks_per_sm in (resident, resident + 1) if resident <= 3 else (2, 3, 4):
+                config = _deepened(draft, k, device, blocks_per_sm)
+                if config is None or (config.mapped_x and not config.can_map(k)):
+                    continue
+                found |= dict.fromkeys([config, *_spread(config, n, device)])
+    return tuple(found) or (_SMALLEST[tile_m],)
+
+
+def _draft(tile_m: int, shape: _Shape, split_k: int, k: int) -> FusedAGemmConfig:
+    tile_k = shape.tile_k
+    while tile_k > max(k, 64):
+        tile_k //= 2
+    tile_n, _, warps_k, warps_n, copy_warps, product, mapped_x = shape
+    return FusedAGemmConfig(
+        tile_m,
+        tile_n,
+        tile_k,
+        stages=2,
+        stages_x=2,
+        warps_k=warps_k,
+        warps_n=warps_n,
+        split_k=split_k,
+        copy_warps=copy_warps,
+        product=product,
+        mapped_x=mapped_x,
+    )
+
+
+def _spread(config: FusedAGemmConfig, n: int, device: DeviceInfo) -> tuple[FusedAGemmConfig, ...]:
+    """Return a configuration with fewer rows a block, so that no multiprocessor is left out.
+
+    Empty where that is no other one, where a smaller tile has room for these rows, and where the
+    bytes of one multiprocessor are not what counts: with few tokens, with some more where it would
+    be an eighth of them or less.
+    """
+    if config.tile_m < _SPREAD_FROM:
+        return ()
+    waves = -(-config.blocks(n) // device.num_sms)
+    rows = _even_rows(n, config.split_k, waves, device)
+    most = config.tile_n if config.tile_m > _SPREAD_FROM else config.tile_n * 7 // 8 + 1
+    is_other = config.tile_n - config.product_rows < rows < most
+    return (replace(config, block_rows=rows),) if is_other else ()
+
+
+def _deepened(
+    config: FusedAGemmConfig, k: int, device: DeviceInfo, blocks_per_sm: int
+) -> FusedAGemmConfig | None:
+    """Return a configuration with the deepest rings that fit, or None where none does."""
+    useful = max(2, -(-k // (config.split_k * config.tile_k)))
+    for stages in range(min(useful, _MAX_STAGES), 1, -1):
+        deeper = replace(config, stages=stages, stages_x=stages)
+        if deeper.is_valid(device) and deeper.blocks_per_sm(device) >= blocks_per_sm:
+            return deeper
+    return None
+
+
+# --- The cost model: for products and GPUs that no table lists ------------------------------------
+# Fitted to the H200's table of 28 weights: on average what it names is 2% slower than the best of
+# these candidates, and at most 14%; fitted to one half of the weights, 3% for the other half.
+
+_BYTES_A_US_AN_SM = 3.1e4
+_SHARE_FETCHED_AHEAD, _SHARE_OF_X = 0.62, 0.038
+_PART_WAVE = 4.9
+_STEP_OF_16_ROWS_US, _STEP_OF_8_TOKENS_US = 1.5e-3, 1.1e-3
+_ENOUGH_WARPS = 8
+_OVERLAP = 3.2
+_SPLIT_US, _SUMS_US_A_BYTE, _THREAD_US = 1.3, 1e-5, 8e-7
+_ENDS_AT_ONCE = 4
+
+
+def estimate_us(config: FusedAGemmConfig, n: int, k: int, device: DeviceInfo) -> float:
+    """Return the model's time, to compare configurations by.
+
+    The bytes that the busiest multiprocessor fetches, without most of what its rings hold, for that
+    comes while the predecessor ends, and longer by a part wave; the work of its warps beside it;
+    and what blocks, clusters and warps add at their ends.
+    """
+    blocks = config.blocks(n)
+    resident = config.blocks_per_sm(device)
+    per_sm = -(-blocks // device.num_sms)
+    columns = k / config.split_k
+    weight = per_sm * config.tile_n * 2 * columns
+    ring = config.stages * config.tile_n * 2 * config.tile_k
+    ahead = min(min(per_sm, resident) * ring, weight)
+    x = per_sm * config.tile_m * 2 * columns
+    fetch = (weight - _SHARE_FETCHED_AHEAD * ahead + _SHARE_OF_X * x) / _BYTES_A_US_AN_SM
+    if per_sm > resident:
+        fetch *= 1 + _PART_WAVE * (per_sm * device.num_sms / blocks - 1)
+    step = _STEP_OF_16_ROWS_US + _STEP_OF_8_TOKENS_US * config.tile_m / 8
+    warps = min(config.warps_k * config.warps_n, _ENOUGH_WARPS) / _ENOUGH_WARPS
+    work = per_sm * math.ceil(columns / 16) * step * config.tile_n / 16 / math.sqrt(warps)
+    sums = 4 * config.warps_k * config.tile_m * config.tile_n
+    together: float = (fetch**_OVERLAP + work**_OVERLAP) ** (1 / _OVERLAP)
+    return (
+        together
+        + _SPLIT_US * (config.split_k - 1)
+        + _SUMS_US_A_BYTE * sums * min(per_sm, _ENDS_AT_ONCE)
+        + _THREAD_US * config.block_size
+    )
+
+
+def _is_modelled(config: FusedAGemmConfig) -> bool:
+    """Return whether the model was fitted to such configurations; others need a measurement."""
+    return not (config.needs_warpgroups or config.block_rows or config.mapped_x)
+
+
+def ranked(
+    n: int, k: int, num_tokens: int, device: DeviceInfo, *, batch_invariant: bool = False
+) -> tuple[FusedAGemmConfig, ...]:
+    """Return the candidates that the model knows, the likeliest first; at least one.
+
+    Args:
+        n: rows of the weight.
+        k: its columns.
+        num_tokens: rows of x, from 1 to 64.
+        device: the GPU.
+        batch_invariant: only those that sum in one order whatever the number of tokens.
+    """
+    possible = [c for c in candidates(n, k, num_tokens, device) if _is_modelled(c)]
+    if batch_invariant:
+        possible = [c for c in possible if c.order == _ORDER_OF_ALL]
+    possible.sort(key=lambda config: estimate_us(config, n, k, device))
+    return tuple(possible) or (_SMALLEST[tile_m_of(num_tokens)],)

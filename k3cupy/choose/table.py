@@ -1,0 +1,385 @@
+"""Measured times: one schema for every kernel, from the package and from the user's own cache.
+
+A table is a JSON file for one family of kernels on one kind of GPU: facts about the measurement,
+then for each problem a list of entries, one a size. A problem is parsed when it is asked for.
+
+| family        | problem                                    | size                       |
+| ------------- | ------------------------------------------ | -------------------------- |
+| gemm          | ``bfloat16 2112x7168``, ``... + residual`` | tokens                     |
+| mla_decode    | formats, as ``16bit+same``                 | tokens times (heads + 1)   |
+| mla_prefill   | the operation's name                       | tokens times heads         |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from k3cupy.call.choice import LINEAR, PUBLIC, SHIPPED, USER
+from k3cupy.call.plans import tables as tables_state
+from k3cupy.kernels import fused_a_gemm, mla_decode, mla_prefill, skinny_gemm
+from k3cupy.runtime import sources
+from k3cupy.runtime.devices import DeviceInfo
+
+SCHEMA = 2
+
+GEMM, MLA_DECODE, MLA_PREFILL = "gemm", "mla_decode", "mla_prefill"
+FAMILIES: Mapping[str, tuple[Any, ...]] = {
+    GEMM: (fused_a_gemm, skinny_gemm),
+    MLA_DECODE: (mla_decode,),
+    MLA_PREFILL: (mla_prefill,),
+}
+"""Family -> the modules of its kernels."""
+
+KERNELS = {module.KERNEL: module for modules in FAMILIES.values() for module in modules}
+"""Kernel -> its module."""
+
+Times = Mapping[str, Mapping[Any, float]]
+"""Kernel -> configuration -> microseconds. The framework's linear has the configuration None."""
+
+AS_GOOD = 1.01
+"""Times that differ by less are the same: two runs differ by as much."""
+
+_KEPT = 8192
+"""Configurations whose names are kept: tables name the same ones again and again."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is known of one problem of one size on one kind of GPU.
+
+    Attributes:
+        problem: as tables name it.
+        size: tokens or rows.
+        times: what was measured; empty for figures that others published.
+        kernel: the fastest.
+        config: its configuration, or of those as good as the fastest the one that was preferred;
+            None where the kernel's own choice is to be taken, and for the framework's linear.
+        date: of the measurement, as 2026-11-29.
+        sources: digest of the sources that were measured.
+    """
+
+    problem: str
+    size: int
+    times: Times
+    kernel: str
+    config: Any
+    date: str = ""
+    sources: str = ""
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What names it: two entries of one key say different things of the same."""
+        return self.problem, self.size
+
+    @property
+    def us(self) -> float | None:
+        """The time of what is chosen, where it was measured."""
+        return self.times.get(self.kernel, {}).get(self.config)
+
+    @property
+    def linear_us(self) -> float | None:
+        """The time of the framework's linear, where it was measured."""
+        return self.times.get(LINEAR, {}).get(None)
+
+    def fields(self) -> dict[str, Any]:
+        """Return the entry as JSON has it; ``entry_of`` reads it."""
+        found: dict[str, Any] = {"size": self.size}
+        if self.times:
+            found["us"] = {
+                kernel: times[None]
+                if kernel == LINEAR
+                else {key_of(c): us for c, us in times.items()}
+                for kernel, times in self.times.items()
+            }
+            if self.us != min(us for times in self.times.values() for us in times.values()):
+                found["preferred"] = key_of(self.config)
+        else:
+            found["kernel"] = self.kernel
+            found["config"] = self.config and key_of(self.config)
+        return found | {n: text for n in ("date", "sources") if (text := getattr(self, n))}
+
+
+def measured(
+    problem: str,
+    size: int,
+    times: Times,
+    *,
+    preferred: Any = None,
+    date: str = "",
+    sources: str = "",
+) -> Entry:
+    """Return the entry of measured times; of equal times the framework's linear is the fastest.
+
+    Args:
+        problem: as tables name it.
+        size: tokens or rows.
+        times: of every candidate.
+        preferred: a configuration of the fastest kernel that is to be chosen, because its time
+            differs from the fastest by no more than two runs do.
+        date: of the measurement.
+        sources: digest of what was measured.
+
+    Raises:
+        ValueError: the preferred configuration is clearly slower, or was not measured.
+    """
+    every = [
+        (us, kernel != LINEAR, kernel, config)
+        for kernel, of_kernel in times.items()
+        for config, us in of_kernel.items()
+    ]
+    fastest, _, kernel, config = min(every, key=lambda found: found[:2])
+    if preferred is not None:
+        if not times[kernel].get(preferred, math.inf) <= AS_GOOD * fastest:
+            raise ValueError(f"{key_of(preferred)!r} is not as good as the fastest")
+        config = preferred
+    return Entry(problem, size, times, kernel, config, date, sources)
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def key_of(config: Any) -> str:
+    """Return a configuration as a table writes it: ``8/16/512/8/8/8/1/1/4``.
+
+    Flags are 0 and 1; at the end, fields that have their defaults are left out.
+    """
+    fields = list(dataclasses.fields(config))
+    while fields and getattr(config, fields[-1].name) == fields[-1].default:
+        fields.pop()
+    values = (getattr(config, field.name) for field in fields)
+    return "/".join(str(int(v)) if isinstance(v, bool) else str(v) for v in values)
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def config_of(kernel: str, key: str) -> Any:
+    """Return the configuration that a table writes as ``key``.
+
+    Raises:
+        ValueError: there is no such kernel, or it has no such configuration.
+    """
+    if kernel not in KERNELS:
+        raise ValueError(f"there is no kernel {kernel!r}")
+    kind = KERNELS[kernel].Config
+    try:
+        config = kind(*_values(kind, key))
+        valid = config.is_valid()
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise ValueError(f"{kernel} has no configuration {key!r}") from error
+    if not valid:
+        raise ValueError(f"{kernel} cannot run the configuration {key!r}")
+    return config
+
+
+def _values(kind: Any, key: str) -> list[Any]:
+    parts, fields = key.split("/"), dataclasses.fields(kind)
+    if len(parts) > len(fields):
+        raise ValueError(f"expected at most {len(fields)} numbers, got {len(parts)}")
+    readers: Mapping[Any, Callable[[str], Any]] = {"bool": _flag, "str": str}
+    return [readers.get(field.type, int)(part) for part, field in zip(parts, fields, strict=False)]
+
+
+def _flag(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError(f"expected 0 or 1, got {text}")
+    return text == "1"
+
+
+def entry_of(problem: str, fields: Any) -> Entry:
+    """Return the entry that JSON holds.
+
+    Raises:
+        ValueError: it is no entry.
+    """
+    try:
+        size = _count(fields["size"])
+        facts = {name: str(fields.get(name, "")) for name in ("date", "sources")}
+        if "us" in fields:
+            times = _times(fields["us"])
+            preferred = fields.get("preferred")
+            if preferred is not None:
+                (kernel,) = times  # only where one kernel was measured are others as good
+                preferred = config_of(kernel, preferred)
+            return measured(problem, size, times, preferred=preferred, **facts)
+        kernel, key = fields["kernel"], fields["config"]
+    except (AttributeError, KeyError, TypeError, OverflowError) as error:
+        raise ValueError(f"expected the fields of an entry, got {fields!r:.100}") from error
+    if kernel != LINEAR and kernel not in KERNELS:
+        raise ValueError(f"there is no kernel {kernel!r}")
+    try:
+        config = None if key is None else config_of(kernel, key)
+    except ValueError:
+        config = None  # others have configurations that our kernel does not have
+    return Entry(problem, size, {}, kernel, config, **facts)
+
+
+def _times(found: Any) -> Times:
+    times: dict[str, Mapping[Any, float]] = {}
+    for kernel, of_kernel in found.items():
+        if kernel == LINEAR:
+            times[kernel] = {None: _time(of_kernel)}
+        else:
+            times[kernel] = {config_of(kernel, key): _time(us) for key, us in of_kernel.items()}
+    if not any(times.values()):
+        raise ValueError("expected at least one time, got none")
+    return times
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"expected an integer above 0, got {value!r:.100}")
+    return value
+
+
+def _time(value: Any) -> float:
+    if isinstance(value, bool) or not (math.isfinite(value) and value > 0):
+        raise ValueError(f"expected a time above 0, got {value!r:.100}")
+    return float(value)
+
+
+class Table:
+    """The entries of one family on one kind of GPU, each parsed when it is asked for.
+
+    Attributes:
+        origin: ``"user"``, ``"shipped"`` or ``"public"``.
+        header: the facts of the file: ``gpu`` (None where it is for an architecture), ``arch``,
+            ``num_sms``, ``unit``, and how it was measured.
+    """
+
+    def __init__(
+        self,
+        origin: str,
+        header: Mapping[str, Any],
+        problems: Mapping[str, Any],
+        read: Callable[[str, Any], Entry | None] | None = None,
+    ) -> None:
+        """Parse nothing yet.
+
+        Args:
+            origin: of the file.
+            header: its facts.
+            problems: problem -> what JSON has of its entries.
+            read: the entry of (problem, what JSON has of it); None leaves it out.
+        """
+        self.origin, self.header = origin, header
+        self._problems, self._read = problems, read or entry_of
+        self._parsed: dict[str, dict[int, Entry]] = {}
+
+    def __bool__(self) -> bool:
+        """Whether it has any entry."""
+        return bool(self._problems)
+
+    def problems(self) -> tuple[str, ...]:
+        """Return the names of all problems."""
+        return tuple(self._problems)
+
+    def entries(self, problem: str) -> Mapping[int, Entry]:
+        """Return the entries of a problem by size."""
+        found = self._parsed.get(problem)
+        if found is None:
+            found = {}
+            for row in self._problems.get(problem, ()):
+                entry = self._read(problem, row)
+                if entry is not None:
+                    found[entry.size] = entry
+            self._parsed[problem] = found
+        return found
+
+    def __iter__(self) -> Iterator[Entry]:
+        """Go through all entries."""
+        for problem in self._problems:
+            yield from self.entries(problem).values()
+
+
+def slug(name: str) -> str:
+    """Return a GPU's name as a folder's: ``NVIDIA H200`` is ``nvidia_h200``."""
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+
+
+@functools.cache
+def kernels_digest(family: str) -> str:
+    """Return what tells the kernels of this package from those of another version."""
+    return sources.shipped_digest(*(module.SOURCE for module in FAMILIES[family]))[:16]
+
+
+def table_text(header: Mapping[str, Any], entries: Iterable[Entry]) -> str:
+    """Return a table as a file has it: facts first, then an entry a line, in order."""
+    lines = [f" {json.dumps(name)}: {json.dumps(value)}," for name, value in header.items()]
+    problems: dict[str, list[str]] = {}
+    for entry in sorted(entries, key=lambda e: (_numbers_first(e.problem), e.size)):
+        problems.setdefault(entry.problem, []).append(f"   {json.dumps(entry.fields())}")
+    rows = [
+        f"  {json.dumps(name)}: [\n" + ",\n".join(of) + "\n  ]" for name, of in problems.items()
+    ]
+    return "\n".join(["{", *lines, ' "problems": {', ",\n".join(rows), " }", "}", ""])
+
+
+def _numbers_first(problem: str) -> list[tuple[int, str]]:
+    """Return what sorts ``768x128`` before ``1536x128``."""
+    return [(int(t), "") if t.isdigit() else (0, t) for t in re.findall(r"\d+|\D+", problem)]
+
+
+def parts_of(text: str) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """Return header and problems of a file.
+
+    Raises:
+        ValueError: it is no table of this version.
+    """
+    try:
+        document = json.loads(text)
+        if document["schema"] != SCHEMA:
+            raise ValueError(f"expected schema {SCHEMA}, got {document['schema']!r:.100}")
+        problems = {str(name): list(rows) for name, rows in document.pop("problems").items()}
+        _ = document["gpu"]
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    return document, problems
+
+
+@functools.cache
+def _shipped(folder: str, family: str) -> Table | None:
+    file = resources.files("k3cupy.choose").joinpath(f"tables/{folder}/{family}.json")
+    if not file.is_file():
+        return None
+    header, problems = parts_of(file.read_text("utf-8"))
+    return Table(SHIPPED if header["gpu"] else PUBLIC, header, problems)
+
+
+@functools.cache
+def shipped(family: str) -> tuple[Table, ...]:
+    """Return every table of a family that the package ships."""
+    folders = sorted(f.name for f in resources.files("k3cupy.choose").joinpath("tables").iterdir())
+    return tuple(t for folder in folders if (t := _shipped(folder, family)) is not None)
+
+
+@functools.lru_cache(maxsize=64)
+def _tables_of(family: str, name: str, arch: str, _state: int) -> tuple[Table, ...]:
+    from k3cupy.choose import cache  # which reads and writes tables
+
+    folders = (slug(name), arch)
+    found = (cache.table(family, name), *(_shipped(folder, family) for folder in folders))
+    return tuple(table for table in found if table)
+
+
+def tables_of(family: str, gpu: DeviceInfo) -> tuple[Table, ...]:
+    """Return the tables that speak of a GPU, in the order of their origins."""
+    return _tables_of(family, gpu.name, gpu.arch, tables_state())
+
+
+def measured_elsewhere(family: str, gpu: DeviceInfo) -> tuple[Table, ...]:
+    """Return the shipped measurements of other GPUs."""
+    return tuple(t for t in shipped(family) if t.origin == SHIPPED and t.header["gpu"] != gpu.name)
+
+
+def why_unknown(family: str, what: str, gpu: DeviceInfo) -> str:
+    """Say why no measurement of a GPU decides: none of the problem, or none at all."""
+    if any(table.origin in (USER, SHIPPED) for table in tables_of(family, gpu)):
+        return f"{what} is not in the table of {gpu.name}"
+    others = [t.header["gpu"] for t in measured_elsewhere(family, gpu)]
+    does_not_hold = f" (that of {' and '.join(others)} does not hold for it)" if others else ""
+    return f"{gpu.name} has no measured table{does_not_hold}"

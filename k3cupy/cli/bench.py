@@ -1,0 +1,210 @@
+"""``python -m k3cupy bench``."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from k3cupy.cli.options import shape_option
+
+
+@click.group()
+def bench() -> None:
+    """Measure on this GPU; needs PyTorch."""
+
+
+def _result_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add where the results go and which commit they are of."""
+    for option in (
+        click.option(
+            "--commit", default=None, help="The commit, where the sources are no git checkout."
+        ),
+        click.option(
+            "--json", "path", type=click.Path(path_type=Path), help="Write the results there."
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def _need_gpu() -> None:
+    try:
+        import torch
+    except ImportError as error:
+        raise click.ClickException("bench needs PyTorch: pip install torch") from error
+    if not torch.cuda.is_available():
+        raise click.ClickException("bench needs a CUDA GPU; PyTorch sees none")
+
+
+def _show(document: dict[str, Any], path: Path | None) -> None:
+    from k3cupy.bench import report
+
+    report.print_table(document)
+    if path is not None:
+        report.write_json(path, document)
+        click.echo(f"wrote {path}")
+
+
+@bench.command("decode")
+@click.option("--kind", "kinds", multiple=True, help="Query+cache formats; all by default.")
+@click.option("--tokens", multiple=True, type=int, help="Batch sizes; the table's by default.")
+@click.option("--heads", default=12, show_default=True)
+@click.option("--chain-only", is_flag=True, help="Only the real chain with PDL.")
+@_result_options
+def decode_command(
+    kinds: tuple[str, ...],
+    tokens: tuple[int, ...],
+    heads: int,
+    chain_only: bool,
+    path: Path | None,
+    commit: str | None,
+) -> None:
+    """The MLA decode epilogue: every mapping and block size, alone and in the chain.
+
+    PDL on and off. An empty kernel and the unfused PyTorch operations are measured in the same run.
+    """
+    _need_gpu()
+    from k3cupy.bench import decode
+
+    unknown = [kind for kind in kinds if kind not in decode.KINDS]
+    if unknown:
+        raise click.BadParameter(f"{unknown[0]!r} is none of {', '.join(decode.KINDS)}")
+    entries = list(
+        decode.run(kinds or decode.KINDS, tokens or decode.TABLE_TOKENS, heads, [("chain", True)])
+    )
+    if not chain_only:
+        entries += decode.run(
+            kinds or decode.KINDS[:2],
+            tokens or (1, 4, 16, 64, 65, 128, 512),
+            heads,
+            [("chain", False), ("alone", True), ("alone", False)],
+        )
+    _show(decode.as_document(entries, commit), path)
+
+
+@bench.command("prefill")
+@click.option("--op", "ops", multiple=True, help="Operations; all by default.")
+@click.option("--tokens", multiple=True, type=int, help="Prompt lengths; the table's by default.")
+@click.option("--heads", default=12, show_default=True)
+@click.option("--rope/--no-rope", default=False, show_default=True, help="With positions.")
+@_result_options
+def prefill_command(
+    ops: tuple[str, ...],
+    tokens: tuple[int, ...],
+    heads: int,
+    rope: bool,
+    path: Path | None,
+    commit: str | None,
+) -> None:
+    """The MLA prefill and context epilogues: every configuration, and what it compares with.
+
+    A device-to-device copy of as many bytes, a kernel that copies them one warp a row, and the
+    unfused PyTorch operations are measured in the same run.
+    """
+    _need_gpu()
+    from k3cupy.bench import prefill
+    from k3cupy.ops.mla_prefill_config import OPS
+
+    names = {name.removeprefix("fused_mla_"): name for name in OPS}
+    wanted = [names.get(op, op) for op in ops]
+    unknown = [op for op in wanted if op not in OPS]
+    if unknown:
+        raise click.BadParameter(f"{unknown[0]!r} is none of {', '.join(names)}")
+    entries = prefill.run(wanted or OPS, tokens or prefill.TOKENS, heads, rope)
+    _show(prefill.as_document(list(entries), commit), path)
+
+
+@bench.command("gemm")
+@shape_option("N x K as 2112x7168; all of Kimi-K3's by default.")
+@click.option("--tokens", multiple=True, type=click.IntRange(1, 64), help="M; the table's.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw the times over the floor.")
+@_result_options
+def gemm_command(
+    shapes: tuple[tuple[int, int], ...],
+    tokens: tuple[int, ...],
+    plot: Path | None,
+    path: Path | None,
+    commit: str | None,
+) -> None:
+    """The fused-A GEMM, against F.linear and the time of streaming the weight.
+
+    Cold and hot weights, packed and strided x, with and without the promise of a static weight.
+    """
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise click.ClickException('--plot needs matplotlib: pip install "k3cupy[bench]"')
+    _need_gpu()
+    from k3cupy import projections
+    from k3cupy.bench import gemm
+    from k3cupy.ops.gemm_tables import TOKEN_CLASSES
+
+    wanted = shapes or [(p.n, p.k) for p in projections.shapes()]
+    entries = gemm.run(wanted, tokens or TOKEN_CLASSES)
+    document = gemm.as_document(list(entries), commit)
+    _show(document, path)
+    if plot is not None:
+        from k3cupy.bench.plots import plot_gemm
+
+        plot_gemm(document, plot)
+        click.echo(f"wrote {plot}")
+
+
+@bench.command("linear")
+@shape_option("N x K as 2112x7168; all of Kimi-K3's by default.")
+@click.option("--tokens", multiple=True, type=click.IntRange(1, 64), help="M; 1 to 16.")
+@_result_options
+def linear_command(
+    shapes: tuple[tuple[int, int], ...],
+    tokens: tuple[int, ...],
+    path: Path | None,
+    commit: str | None,
+) -> None:
+    """Low-latency linear: what it chooses, against F.linear and the best of the tables.
+
+    The two projections that read a slice of a wider tensor are measured too.
+    """
+    _need_gpu()
+    from k3cupy import projections
+    from k3cupy.bench import linear
+
+    wanted = shapes or [(p.n, p.k) for p in projections.shapes()]
+    entries = linear.run(wanted, tokens or linear.TOKENS)
+    _show(linear.as_document(list(entries), commit), path)
+
+
+@bench.command("apply")
+@click.argument("results", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
+@click.option("--table", type=click.Path(path_type=Path), help="Write the shipped table there.")
+@click.option("--page", type=click.Path(exists=True, path_type=Path), help="Renew a docs page.")
+def apply_command(results: tuple[Path, ...], table: Path | None, page: Path | None) -> None:
+    """Make the shipped table, or the docs' figures, from result files.
+
+    Of several runs the table takes the mean, the page the last. The table of the GEMMs is made from
+    files of `tune --export`, which have no figures for the docs.
+    """
+    from k3cupy.bench import forms, report
+
+    documents = [json.loads(result.read_text(encoding="utf-8")) for result in results]
+    try:
+        if "schema" in documents[0]:
+            _apply_exports(results, table, page)
+            return
+        if table is not None:
+            report.write_json(table, report.shipped_table(report.averaged(documents)))
+        if page is not None:
+            chosen = report.with_shipped_choice(documents[-1])
+            report.insert_markdown(page, report.markdown(chosen), forms.form_of(chosen).marker)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _apply_exports(exports: tuple[Path, ...], table: Path | None, page: Path | None) -> None:
+    from k3cupy.bench import gemm_table
+
+    if table is None or page is not None:
+        raise click.UsageError("files of `tune --export` make a table: say --table, and no --page")
+    gemm_table.write_mean(exports, table)

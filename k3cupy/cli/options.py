@@ -1,0 +1,33 @@
+"""Options that several commands take."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def shape_option(text: str) -> Callable[[_Command], _Command]:
+    """Return the option ``--shape``, which may be repeated and gives pairs (N, K).
+
+    Args:
+        text: its help.
+    """
+    return click.option(
+        "--shape", "shapes", multiple=True, callback=_shapes, metavar="NxK", help=text
+    )
+
+
+def _shapes(
+    context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
+) -> tuple[tuple[int, int], ...]:
+    found = [re.fullmatch(r"(\d+)x(\d+)", text) for text in texts]
+    for text, match in zip(texts, found, strict=True):
+        if match is None:
+            message = f"{text!r} is no shape; write N x K as 2112x7168"
+            raise click.BadParameter(message, context, parameter)
+    return tuple((int(match[1]), int(match[2])) for match in found if match)

@@ -1,0 +1,41 @@
+"""``python -m k3cupy warmup``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+import k3cupy
+from k3cupy.cli.options import shape_option
+
+
+@click.command()
+@click.option(
+    "--op",
+    default="mla_decode",
+    show_default=True,
+    help="mla_decode, mla_prefill, one of the prefill operations, fused_a_gemm, skinny_gemm or "
+    "low_latency_linear. What is not named below is the operation's default.",
+)
+@click.option("--dtype", multiple=True, help="bfloat16 (the default) or float16.")
+@click.option("--kv-cache", multiple=True, help="MLA: bf16, fp8, fp8_ds_mla; by default all.")
+@click.option("--query-fp8/--query-16bit", default=None, help="Decode: fp8 with an fp8 cache.")
+@click.option("--rope/--no-rope", default=None, help="MLA: with positions; by default without.")
+@click.option("--kv-inputs-ready", flag_value=True, default=None, help="Decode: that promise.")
+@click.option("--unaligned", "vector", flag_value=False, default=None, help="Rows off 16 bytes.")
+@shape_option("GEMM: N x K of a weight, as 2112x7168; all of Kimi-K3 by default.")
+@click.option("--tokens", multiple=True, type=int, help="GEMM: a number of tokens; by default all.")
+@click.option("--strided/--packed", default=None, help="Fused-A: layout of x; both by default.")
+@click.option("--weight-is-static", flag_value=True, default=None, help="GEMM: that promise.")
+@click.option("--batch-invariant", flag_value=True, default=None, help="GEMM: for that flag.")
+@click.option("--residual", flag_value=True, default=None, help="GEMM: for calls that add one.")
+@click.option("--device", type=int, default=None, help="GPU ordinal; the current one by default.")
+def warmup(op: str, device: int | None, **options: Any) -> None:
+    """Compile the kernels that calls will need, into CuPy's disk cache."""
+    named = {name: value for name, value in options.items() if value not in (None, ())}
+    try:
+        count = k3cupy.warmup(op, device=device, **named)
+    except (TypeError, ValueError, k3cupy.ToolchainError, k3cupy.CompileError) as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(f"{count} kernels are ready")

@@ -1,1 +1,0 @@
-"""Which kernel for which linear layer: plans, their reasons, and what came of them."""

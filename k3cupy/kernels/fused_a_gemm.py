@@ -1,0 +1,352 @@
+"""The kernels of the fused-A GEMM, ``cuda_src/fused_a_gemm.cu``."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass, replace
+from typing import Any
+
+from k3cupy.call.launch import Launch, Parameters
+from k3cupy.runtime import tensor_maps
+from k3cupy.runtime.devices import DeviceInfo
+from k3cupy.runtime.instances import TEMPLATE_FLAGS, Instance
+from k3cupy.runtime.tensor_maps import Box
+from k3cupy.runtime.tensors import byte_stride, row_stride
+
+KERNEL, SOURCE = "fused_a", "fused_a_gemm.cu"
+
+PARAMETERS = Parameters(
+    "pointer weight; u32 n, k; pointer x; u32 num_tokens; i64 x_row_stride; pointer out;"
+    "i64 out_row_stride; pointer residual; i64 residual_row_stride; u32 block_rows"
+)
+MAPPED_PARAMETERS = Parameters(
+    "pointer weight; u32 n, k; map x_map; u32 num_tokens; pointer out; i64 out_row_stride;"
+    "pointer residual; i64 residual_row_stride; u32 block_rows"
+)
+"""Of the kernel whose x the copy engine fetches."""
+
+MAX_TOKENS = 64
+"""The most rows of x that one launch takes."""
+
+K_MULTIPLE = 16
+"""K is a multiple of this: one step of the tensor cores."""
+
+WARP, WARPGROUP, WARPGROUP_TOKENS = "warp", "warpgroup", "warpgroup_tokens"
+"""Products: of a warp (``mma``); of a warpgroup (``wgmma``), whose wide side is rows of the weight,
+or tokens."""
+
+_WARP_ROWS, _MMA_TOKENS, _MMA_K = 16, 8, 16
+_WIDE, _NARROW_SIDES = 64, range(16, 129, 8)
+"""Sides of a warpgroup's product; of the narrow one those that the source has."""
+
+WIDE_TOKENS, UNIT_OF_ROWS = _WIDE, 8
+"""tile_m, and the rows of a product, where the tokens are the wide side."""
+
+_PRODUCTS = {WARP: "kWarp", WARPGROUP: "kWarpgroup", WARPGROUP_TOKENS: "kWarpgroupTokens"}
+"""As the source names them."""
+
+_ROWS = {WARP: _WARP_ROWS, WARPGROUP: _WIDE, WARPGROUP_TOKENS: UNIT_OF_ROWS}
+"""Rows of the weight in one product."""
+
+_TEAM, _PANEL = 4, 64
+_SUM_PADDING = 4
+_MAX_THREADS = 1024
+_REGISTERS_PER_SM = 65536
+_MAX_REGISTERS = 255
+_REGISTERS_BESIDE_SUMS = 80
+"""What a math warp needs for addresses and operands, so that its sums do not spill."""
+
+_MAX_CLUSTER = 8
+_RESERVED_SHARED = 1024
+"""Bytes of a multiprocessor's shared memory that the system keeps for each resident block."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The part of an instance that the call's arguments decide.
+
+    Attributes:
+        packed: the rows of x follow one another, so that their stride is K.
+        aligned_x: every row of x begins at a multiple of 16 bytes; else x is read element by
+            element.
+        weight_is_static: the promise that the weight is older than the preceding kernel.
+        has_residual: a residual is added.
+    """
+
+    packed: bool = True
+    aligned_x: bool = True
+    weight_is_static: bool = False
+    has_residual: bool = False
+
+
+@dataclass(frozen=True)
+class FusedAGemmConfig:
+    """How the product is cut into blocks, warps and stages.
+
+    Attributes:
+        tile_m: tokens that a block computes, at least those of the call: 8, or a multiple of 16.
+        tile_n: rows of the weight (columns of the output) a block.
+        tile_k: columns of a stage.
+        stages: stages of the weight's ring in shared memory.
+        stages_x: stages of the ring of x.
+        warps_k: math warps that share the columns of a stage.
+        warps_n: math warps that share the rows of a tile.
+        split_k: blocks of a cluster that share the columns of a tile; above 1 from sm_90 on.
+        copy_warps: warps that copy the weight, and as many that copy x.
+        product: of the tensor cores: ``"warp"``, of 16 rows of the weight and 8 tokens;
+            ``"warpgroup"``, of four warps together, which exists on sm_90 alone, of 64 rows and any
+            multiple of 8 tokens; or ``"warpgroup_tokens"``, of 64 tokens and any multiple of 8
+            rows.
+        block_rows: rows of the tile that a block uses, where fewer than all spread the weight more
+            evenly over the GPU; 0 for all.
+        mapped_x: the copy engine fetches x, by a tensor map, in place of copy warps; from sm_90 to
+            sm_103.
+    """
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    stages: int
+    stages_x: int
+    warps_k: int
+    warps_n: int
+    split_k: int
+    copy_warps: int
+    product: str = WARP
+    block_rows: int = 0
+    mapped_x: bool = False
+
+    @property
+    def product_rows(self) -> int:
+        """Rows of the weight in one product of the tensor cores."""
+        return _ROWS[self.product]
+
+    @property
+    def rows(self) -> int:
+        """Rows of the weight a block."""
+        return self.block_rows or self.tile_n
+
+    @property
+    def block_size(self) -> int:
+        """Threads a block."""
+        warps_for_x = 1 if self.mapped_x else self.copy_warps
+        return 32 * (self.warps_k * self.warps_n + self.copy_warps + warps_for_x)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory a block, as ``Tile`` in the source lays it out."""
+        row_bytes = 2 * self.tile_k
+        rings = row_bytes * (self.stages * self.tile_n + self.stages_x * self.tile_m)
+        sums = 4 * self.warps_k * self.tile_m * (self.tile_n + _SUM_PADDING)
+        alignment = 1024 if self.needs_warpgroups or self.mapped_x else 128
+        barriers = 16 * (self.stages + self.stages_x) + (8 if self.split_k > 1 else 0)
+        inbox = 4 * self.tile_m * self.tile_n if self.split_k > 1 else 0
+        return -(-barriers // alignment) * alignment + max(rings, sums) + inbox
+
+    @property
+    def order(self) -> tuple[int, int, str]:
+        """What decides the order of a sum: equal orders give equal bits, whatever else differs."""
+        return self.warps_k, self.split_k, self.product
+
+    @property
+    def needs_warpgroups(self) -> bool:
+        """Whether the products are those of a warpgroup, which only sm_90a has."""
+        return self.product != WARP
+
+    def with_copy_warps(self) -> FusedAGemmConfig:
+        """Return the configuration whose warps fetch x; it gives the same bits."""
+        return replace(self, mapped_x=False)
+
+    def can_map(self, k: int) -> bool:
+        """Return whether the copy engine can fetch x for K columns.
+
+        The copy engine fills what lies behind the last column with zeros, which a product of a
+        warpgroup needs, but not what lies behind the columns of one block of a split.
+        """
+        split = self.needs_warpgroups and self.split_k > 1
+        return self.mapped_x and not (split and k % (self.split_k * self.tile_k))
+
+    def is_valid(self, device: DeviceInfo | None = None) -> bool:
+        """Return whether the kernel can be compiled with these numbers and run on a GPU.
+
+        Args:
+            device: the GPU; without it only what holds on every GPU is looked at.
+        """
+        return (
+            self._is_well_formed()
+            and self._copies_fit()
+            and self.block_size <= _MAX_THREADS
+            and self._sums_of_thread() + _REGISTERS_BESIDE_SUMS <= self._registers()
+            and (
+                device is None
+                or (
+                    self.shared_bytes <= device.shared_memory_optin
+                    and (self.split_k == 1 or device.has_clusters)
+                    and (not self.needs_warpgroups or device.has_warpgroups)
+                    and (not self.mapped_x or device.has_tensor_maps)
+                )
+            )
+            and (not self.mapped_x or self.with_copy_warps().is_valid(device))
+        )
+
+    def fits(self, num_tokens: int, device: DeviceInfo) -> bool:
+        """Return whether a GPU can compute a number of tokens with it."""
+        return self.tile_m >= num_tokens and self.is_valid(device)
+
+    def _is_well_formed(self) -> bool:
+        tokens = self.tile_m == _MMA_TOKENS or self.tile_m % (2 * _MMA_TOKENS) == 0
+        return (
+            min(self.stages, self.stages_x) >= 2
+            and min(self.warps_k, self.warps_n, self.split_k, self.copy_warps) >= 1
+            and tokens
+            and 0 < self.tile_m <= MAX_TOKENS
+            and self.tile_n > 0
+            and self.tile_n % (4 * self.split_k) == 0
+            and 0 <= self.block_rows <= self.tile_n
+            and self.split_k <= _MAX_CLUSTER
+            and self.product in _ROWS
+            and self.tile_k >= 64
+            and (not self.mapped_x or self.tile_k % _PANEL == 0)
+            and self.tile_k % (_MMA_K * self.warps_k) == 0
+            and (self._is_for_warps() if self.product == WARP else self._is_for_warpgroups())
+        )
+
+    def _is_for_warps(self) -> bool:
+        return self.tile_n % (_WARP_ROWS * self.warps_n) == 0
+
+    def _is_for_warpgroups(self) -> bool:
+        teams, others = divmod(self.warps_n, _TEAM)
+        if others or self.tile_k % _PANEL or self.tile_n % teams:
+            return False
+        rows = self.tile_n // teams
+        if self.product == WARPGROUP_TOKENS:
+            return self.tile_m == WIDE_TOKENS and rows in _NARROW_SIDES
+        return self.product == WARPGROUP and self.tile_m in (32, 64) and rows % _WIDE == 0
+
+    def _copies_fit(self) -> bool:
+        chunks, threads = self.tile_k // 8, 32 * self.copy_warps
+        return threads % chunks == 0 if chunks <= threads else chunks % threads == 0
+
+    def _sums_of_thread(self) -> int:
+        return self.tile_m * self.tile_n // (32 * self.warps_n)
+
+    def _registers(self) -> int:
+        return min(_REGISTERS_PER_SM // self.block_size // 8 * 8, _MAX_REGISTERS)
+
+    def blocks(self, n: int) -> int:
+        """Return how many blocks compute N output columns."""
+        return -(-n // self.rows) * self.split_k
+
+    def blocks_per_sm(self, device: DeviceInfo) -> int:
+        """Return how many blocks fit a multiprocessor by their shared memory and threads."""
+        by_memory = (device.shared_memory_optin + _RESERVED_SHARED) // (
+            self.shared_bytes + _RESERVED_SHARED
+        )
+        return min(by_memory, 2048 // self.block_size)
+
+    def name_expression(self, variant: Variant) -> str:
+        """Return the C++ name of the instance."""
+        *template, product, _block_rows, _mapped_x = astuple(self)  # rows are a kernel's argument
+        template.append(f"k3cupy::Product::{_PRODUCTS[product]}")
+        flags = [variant.weight_is_static, variant.has_residual]
+        mapped = self.mapped_x and variant.aligned_x
+        if not mapped:
+            flags = [variant.packed, variant.aligned_x, *flags]
+        arguments = [*map(str, template), *[TEMPLATE_FLAGS[flag] for flag in flags]]
+        return f"k3cupy::fused_a_gemm{'_mapped_x' if mapped else ''}<{', '.join(arguments)}>"
+
+    def instance(self, variant: Variant) -> Instance:
+        """Return what ``runtime.instances`` compiles.
+
+        The copy engine fetches rows of x that begin at multiples of 16 bytes; for others it is the
+        kernel of ``with_copy_warps``.
+        """
+        return Instance(SOURCE, self.name_expression(variant), own_arch=self.needs_warpgroups)
+
+    def __str__(self) -> str:
+        """For people: ``tile 8x16x512, 8+8 stages, 8x1 warps, split 1, 4 copy warps``."""
+        rows = f" ({self.block_rows} rows)" if self.block_rows else ""
+        return (
+            f"tile {self.tile_m}x{self.tile_n}x{self.tile_k}{rows}, {self.stages}+{self.stages_x} "
+            f"stages, {self.warps_k}x{self.warps_n} warps, split {self.split_k}, "
+            f"{self.copy_warps} copy warps{', warpgroups' if self.needs_warpgroups else ''}"
+            f"{', x mapped' if self.mapped_x else ''}"
+        )
+
+
+Config = FusedAGemmConfig
+
+_MAX_MAPPED_STRIDE = 1 << 39
+"""Elements between two rows: a tensor map's limit of 2^40 bytes."""
+
+
+def why_not_mapped(problem: Any, rows: slice) -> str | None:
+    """Return in words why the copy engine cannot fetch some rows of x, or None where it can.
+
+    Empty where rows are read element by element: that has a reason of its own.
+    """
+    if problem.slow_reason is not None:
+        return ""
+    stride = problem.x.strides[0]
+    if rows.stop - rows.start > 1 and not problem.k <= stride < _MAX_MAPPED_STRIDE:
+        return f"its rows are {stride} elements apart, not {problem.k} to 2^39"
+    return None
+
+
+def instance_of(problem: Any, config: FusedAGemmConfig, num_tokens: int = 0) -> Instance:
+    """Return what a validated call compiles.
+
+    Args:
+        problem: the call.
+        config: its configuration.
+        num_tokens: of one launch, where it is another than the call's.
+    """
+    aligned, has_residual = problem.slow_reason is None, problem.residual is not None
+    packed = aligned and (problem.is_packed or num_tokens == 1)
+    return config.instance(Variant(packed, aligned, problem.weight_is_static, has_residual))
+
+
+def launch(problem: Any, config: FusedAGemmConfig, rows: slice) -> Launch:
+    """Return the launch for some rows of a validated call.
+
+    Args:
+        problem: the call.
+        config: ``mapped_x`` only where the copy engine can fetch these rows.
+        rows: at most 64.
+    """
+    x, out, residual = problem.x, problem.out, problem.residual
+    num_tokens = rows.stop - rows.start
+    out_step = row_stride(out) if out is not None else problem.n
+    several = num_tokens > 1 or problem.num_tokens == 1  # of one row nobody asks for strides
+    values = {
+        "n": problem.n,
+        "k": problem.k,
+        "num_tokens": num_tokens,
+        "out_row_stride": out_step if several else 0,
+        "residual_row_stride": row_stride(residual) if several and residual is not None else 0,
+        "block_rows": config.rows,
+    }
+    x_at = problem.signature.x, rows.start * byte_stride(x, 0)
+    addresses = {
+        "weight": (problem.signature.weight, 0),
+        "x_map" if config.mapped_x else "x": x_at,
+        "out": (problem.signature.out, rows.start * out_step * x.itemsize),
+    }
+    if residual is not None:
+        addresses["residual"] = "residual", rows.start * byte_stride(residual, 0)
+    maps = {}
+    if config.mapped_x:
+        box = Box(num_tokens, problem.k, row_stride(x) or problem.k, config.tile_m)
+        maps["x_map"] = tensor_maps.mapper(box, x.device_index)
+    else:
+        values["x_row_stride"] = row_stride(x) if several else 0
+    return Launch(
+        instance=instance_of(problem, config, num_tokens),
+        parameters=MAPPED_PARAMETERS if config.mapped_x else PARAMETERS,
+        values=values,
+        addresses=addresses,
+        grid=config.blocks(problem.n) // config.split_k,
+        block=config.block_size,
+        shared_bytes=config.shared_bytes,
+        cluster=config.split_k,
+        maps=maps,
+    )

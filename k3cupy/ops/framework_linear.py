@@ -1,0 +1,76 @@
+"""The framework's own linear, for what no kernel of ours should run."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from k3cupy.call import outputs
+from k3cupy.runtime import producers, streams
+from k3cupy.runtime.errors import reject
+
+_ARRAYS = ("numpy", "cupy", "jax")
+
+
+def linear(x: Any, weight: Any, residual: Any, stream: Any) -> Any:
+    """Return ``x @ weight.T (+ residual)`` of the framework that the tensors come from.
+
+    Raises:
+        TypeError: the tensors are of no framework with a linear, or of several.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        with _torch_stream(torch, (x, weight, residual), stream):
+            return _torch_linear(torch, x, weight, residual)
+    views = {"x": producers.view(x, "x"), "weight": producers.view(weight, "weight")}
+    if residual is not None:
+        views["residual"] = producers.view(residual, "residual")
+    framework = views["x"].framework
+    for name, v in views.items():
+        if v.framework != framework or framework not in _ARRAYS:
+            reject(
+                name,
+                "a tensor of PyTorch, CuPy, NumPy or JAX like the others, for its linear has to "
+                "run here",
+                f"one of {v.framework}",
+                "explain_low_latency_gemm says why no kernel runs",
+                TypeError,
+            )
+    if stream is not None and framework == "cupy":
+        with streams.current_for_cupy(streams.handle_of(stream), views["x"].device_index):
+            return _array_linear(x, weight, residual)
+    return _array_linear(x, weight, residual)
+
+
+def _torch_linear(torch: Any, x: Any, weight: Any, residual: Any) -> Any:
+    if residual is None:
+        return torch.nn.functional.linear(x, weight)
+    if x.dim() == 2:
+        return torch.addmm(residual, x, weight.t())
+    n, k = weight.shape
+    rows = torch.addmm(residual.reshape(-1, n), x.reshape(-1, k), weight.t())
+    return rows.reshape(*x.shape[:-1], n)
+
+
+@contextlib.contextmanager
+def _torch_stream(torch: Any, values: tuple[Any, ...], stream: Any) -> Iterator[None]:
+    device = values[0].device
+    if stream is None or device.type != "cuda":
+        yield
+        return
+    handle = streams.handle_of(stream)
+    with torch.cuda.stream(streams.of_torch(handle, device.index)):
+        yield
+    outputs.keep_for_stream(list(values), device.index, handle)
+
+
+def _array_linear(x: Any, weight: Any, residual: Any) -> Any:
+    """Multiply in fp32 at least: no rounding but the last one is to a type of 16 bits."""
+    narrow = x.dtype.itemsize <= 2
+    terms = [t.astype("float32") if narrow and t is not None else t for t in (x, weight, residual)]
+    out = terms[0] @ terms[1].T
+    if residual is not None:
+        out = out + terms[2]
+    return out.astype(x.dtype)

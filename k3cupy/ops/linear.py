@@ -1,0 +1,297 @@
+"""Low-latency linear: ``x @ weight.T`` by the fastest kernel known for the shape and the GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from k3cupy.accept import checks, gemm
+from k3cupy.accept.gemm import LINEAR, OURS, GemmProblem
+from k3cupy.call.arguments import Values
+from k3cupy.call.choice import LINEAR as FRAMEWORK
+from k3cupy.call.choice import Choice
+from k3cupy.call.operation import Operation
+from k3cupy.call.plans import Plan, PlanCache, stamp
+from k3cupy.choose.gemm import ALL, FUSED_A, NOT_INVARIANT, SKINNY, choose
+from k3cupy.kernels.fused_a_gemm import why_not_mapped
+from k3cupy.ops import batch_invariance, framework_linear, fused_a_gemm, skinny_gemm
+from k3cupy.ops.dispatch_report import Counter, counter_of, counters
+from k3cupy.runtime import devices, producers
+from k3cupy.runtime.devices import DeviceInfo
+from k3cupy.runtime.errors import CaptureError, ToolchainError, reject
+from k3cupy.runtime.warn import warn_user
+
+_probe = OURS.arguments.probe
+_OPERATIONS: dict[str, Operation] = {
+    FUSED_A: fused_a_gemm.OPERATION,
+    SKINNY: skinny_gemm.OPERATION,
+}
+_SOURCES = tuple(operation.kernel.SOURCE for operation in _OPERATIONS.values())
+
+
+def try_low_latency_gemm(
+    x: Any,
+    weight: Any,
+    residual: Any = None,
+    *,
+    batch_invariant: bool | None = None,
+    weight_is_static: bool = False,
+    stream: Any = None,
+) -> Any:
+    """Return ``x @ weight.T (+ residual)`` from a kernel of ours, or None where none should run.
+
+    None is no error: ``explain_low_latency_gemm`` says why, and ``dispatch_report`` counts it.
+
+    Args:
+        x: [M, K] bfloat16 on a CUDA device. Inner stride 1; for more than one row the row stride is
+            a multiple of 8; the address is a multiple of 16 bytes. A column slice of a wider tensor
+            is fine.
+        weight: [N, K] bfloat16 on that device, contiguous, at a multiple of 16 bytes.
+        residual: [M, N] bfloat16 on that device, inner stride 1, row stride and address free; added
+            in float32 before the only rounding.
+        batch_invariant: the bits of a row depend neither on M nor on the other rows. None: as
+            ``is_batch_invariant`` says.
+        weight_is_static: a promise: the preceding kernel does not write the weight, which may then
+            be fetched before that kernel has ended.
+        stream: as for ``fused_a_gemm``.
+
+    Returns:
+        A new contiguous [M, N] tensor of x's framework, or None.
+
+    Raises:
+        TypeError: an argument is no tensor, or a flag no bool.
+        CaptureError: the kernel is not loaded and the stream is capturing a graph.
+        CompileError: the compiler refused the kernel; the text says why.
+        ToolchainError: an edited copy of the sources was named, and is not there.
+
+    Example:
+        >>> import torch, k3cupy
+        >>> x, weight = torch.ones(4, 128).bfloat16(), torch.ones(256, 128).bfloat16()
+        >>> k3cupy.try_low_latency_gemm(x, weight) is None  # on the CPU no kernel of ours runs
+        True
+    """
+    return _run((x, weight, residual, None), batch_invariant, weight_is_static, stream)
+
+
+def low_latency_linear(
+    x: Any,
+    weight: Any,
+    residual: Any = None,
+    *,
+    batch_invariant: bool | None = None,
+    weight_is_static: bool = False,
+    stream: Any = None,
+) -> Any:
+    """Return ``x @ weight.T (+ residual)``: from a kernel of ours, else by the framework's linear.
+
+    The framework's is ``torch.nn.functional.linear``, with a residual ``torch.addmm``, which on a
+    GPU may round the product before it adds; for CuPy, NumPy and JAX a product in float32 with one
+    rounding. It runs where it was measured to be
+    faster, and for whatever our kernels do not take: other types, shapes, layouts and devices, and
+    tensors that autograd follows.
+
+    Args:
+        x: [..., K].
+        weight: [N, K].
+        residual: [..., N], added.
+        batch_invariant: as for ``try_low_latency_gemm``.
+        weight_is_static: the same.
+        stream: the same.
+
+    Returns:
+        A new [..., N] tensor of x's framework.
+
+    Raises:
+        TypeError: an argument is no tensor, or a flag no bool.
+        CaptureError: the kernel is not loaded and the stream is capturing a graph.
+        CompileError: the compiler refused the kernel; the text says why.
+        ToolchainError: an edited copy of the sources was named, and is not there.
+        Exception: what the framework's linear raises for shapes and types that it does not take.
+
+    Example:
+        >>> import torch, k3cupy
+        >>> k3cupy.low_latency_linear(torch.ones(4, 128), torch.ones(256, 128)).shape
+        torch.Size([4, 256])
+    """
+    out = _run((x, weight, residual, None), batch_invariant, weight_is_static, stream)
+    return framework_linear.linear(x, weight, residual, stream) if out is None else out
+
+
+def explain_low_latency_gemm(
+    x: Any, weight: Any, residual: Any = None, *, batch_invariant: bool | None = None
+) -> Choice:
+    """Say what ``try_low_latency_gemm`` would run, and why; launch and count nothing.
+
+    Args:
+        x: as for that function.
+        weight: the same.
+        residual: the same.
+        batch_invariant: the same.
+
+    Returns:
+        Kernel, configuration, and the reason in words: of a fall-back exactly what keeps the call
+        from our kernels.
+
+    Raises:
+        TypeError: an argument is no tensor.
+
+    Example:
+        >>> import torch, k3cupy
+        >>> x, weight = torch.ones(4, 128).bfloat16(), torch.ones(256, 128).bfloat16()
+        >>> print(k3cupy.explain_low_latency_gemm(x, weight))
+        linear: x: expected a CUDA tensor, got one on the cpu
+    """
+    values = (x, weight, residual, None)
+    _, choice = _decide(values, batch_invariance.resolved(batch_invariant), weight_is_static=False)
+    return choice
+
+
+def select_backend(
+    num_tokens: int, n: int, k: int, *, device: Any = None, has_residual: bool = False
+) -> str | None:
+    """Return the kernel that the plans have for a product: ``"fused_a"``, ``"skinny"`` or None.
+
+    Args:
+        num_tokens: rows of x.
+        n: rows of the weight.
+        k: its columns.
+        device: GPU ordinal, ``"cuda:1"``, a ``torch.device`` or a ``DeviceInfo``; None: the current
+            GPU.
+        has_residual: a residual is added.
+
+    Returns:
+        None: the framework's linear; also where there is no GPU, and for no tokens.
+
+    Raises:
+        ValueError: a number is negative, or there is no such device.
+
+    Example:
+        >>> import k3cupy
+        >>> from k3cupy.runtime.devices import DeviceInfo
+        >>> h200 = DeviceInfo(0, "NVIDIA H200", (9, 0), 132, 232_448)
+        >>> k3cupy.select_backend(300, 2112, 7168, device=h200) is None
+        True
+    """
+    for name, value in (("num_tokens", num_tokens), ("n", n), ("k", k)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            reject(name, "an integer of at least 0", repr(value))
+    gpu = _device_of(device)
+    if gpu is None or 0 in (num_tokens, n, k):
+        return None
+    batch_invariant = batch_invariance.is_batch_invariant()
+    found = choose(
+        ALL, n, k, num_tokens, gpu, residual=has_residual, batch_invariant=batch_invariant
+    )
+    return None if found.is_fallback else found.kernel
+
+
+def _device_of(device: Any) -> DeviceInfo | None:
+    if isinstance(device, DeviceInfo):
+        return device
+    try:
+        return devices.info(devices.ordinal_of(device))
+    except ToolchainError:
+        return None
+
+
+# --- A call --------------------------------------------------------------------------------------
+
+_Route = tuple[Counter, Plan | None]
+"""What calls of one signature count, and run; None for the framework's linear."""
+
+_routes = PlanCache()
+
+
+def _run(values: Values, batch_invariant: Any, weight_is_static: Any, stream: Any) -> Any:
+    if type(batch_invariant) is not bool:
+        batch_invariant = batch_invariance.resolved(batch_invariant)
+    if type(weight_is_static) is not bool:
+        checks.check_flags(locals(), "weight_is_static")
+    try:
+        addresses, signature, owners = _probe(values, stream)
+    except TypeError:
+        # A tensor without memory, such as one of a compiler's tracing, is for the framework.
+        _, choice = _decide(values, batch_invariant, weight_is_static)
+        if stream is not None or not choice.is_fallback:
+            raise
+        _counter_of(choice, values).calls += 1
+        return None
+    key = (signature, batch_invariant, weight_is_static, stamp(_SOURCES))
+    route = _routes.get(key)
+    # The signature does not tell a tensor without memory from one that has some.
+    readable = addresses[0] and addresses[1]
+    if route is None or not readable:
+        route = _make_route(values, batch_invariant, weight_is_static, stream)
+        if readable:
+            _routes.remember(key, route)
+    counter, plan = route
+    counter.calls += 1
+    if plan is None:
+        return None
+    result = plan.run(values, addresses, stream)
+    del owners  # memory that exists only for this call has been used, or queued to be
+    return result
+
+
+def _make_route(
+    values: Values, batch_invariant: bool, weight_is_static: bool, stream: Any
+) -> _Route:
+    problem, choice = _decide(values, batch_invariant, weight_is_static)
+    if problem is None or choice.kernel == FRAMEWORK:
+        return _counter_of(choice, values), None
+    try:
+        plan = _OPERATIONS[choice.kernel].plan_of(problem, choice, stream)
+    except CaptureError as error:
+        raise CaptureError(
+            f"{error}. For low-latency linear that is k3cupy.warmup('low_latency_linear', "
+            f"shapes=[({problem.n}, {problem.k})], tokens=[{problem.num_tokens}], "
+            f"residual={problem.residual is not None}, batch_invariant={batch_invariant}, "
+            f"weight_is_static={weight_is_static})"
+        ) from error
+    except ToolchainError as error:
+        warn_user(f"low-latency linear: {choice.kernel} cannot run: {error}")
+        return _counter_of(_fallback(str(error), batch_invariant), values), None
+    return _counter_of(choice, values), plan
+
+
+def _decide(
+    values: Values, batch_invariant: bool, weight_is_static: bool
+) -> tuple[GemmProblem | None, Choice]:
+    """Return what our kernels would compute, where they take the call, and what is to run."""
+    try:
+        problem = gemm.accept(OURS, LINEAR, values, weight_is_static=weight_is_static)
+    except (TypeError, ValueError) as error:
+        for name, value in zip(OURS.arguments.names, values, strict=True):
+            if value is not None or name in OURS.arguments.required:
+                producers.check(value, name)  # what is no tensor at all is the caller's mistake
+        return None, _fallback(str(error), batch_invariant)
+    try:
+        gpu = devices.info(problem.x.device_index)
+    except ToolchainError as error:
+        warn_user(f"low-latency linear: no kernel of ours can run: {error}")
+        return None, _fallback(str(error), batch_invariant)
+    choice = choose(
+        ALL,
+        problem.n,
+        problem.k,
+        problem.num_tokens,
+        gpu,
+        residual=problem.residual is not None,
+        batch_invariant=batch_invariant,
+        why_not_mapped=why_not_mapped(problem, slice(0, problem.num_tokens)),
+    )
+    if choice.kernel == FRAMEWORK:
+        return problem, choice
+    return problem, _OPERATIONS[choice.kernel].complete(problem, choice, gpu.has_pdl)
+
+
+def _fallback(reason: str, batch_invariant: bool) -> Choice:
+    return Choice(FRAMEWORK, None, reason + (NOT_INVARIANT if batch_invariant else ""))
+
+
+def _counter_of(choice: Choice, values: Values) -> Counter:
+    x: Any = getattr(values[0], "shape", ())
+    weight: Any = getattr(values[1], "shape", ())
+    num_tokens, k = x if len(x) == 2 else (0, 0)
+    n = weight[0] if len(weight) == 2 else 0
+    known = counters.get((choice, n, k, num_tokens))
+    return counter_of(choice, n, k, num_tokens) if known is None else known

@@ -1,0 +1,135 @@
+"""The low-latency linear as a PyTorch operator, ``torch.ops.k3cupy.low_latency_linear``.
+
+Importing this module registers it. The operator is opaque to ``torch.compile``: which kernel runs
+is decided when it runs, for the number of tokens, the layout and the device of that call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from k3cupy.ops import linear
+from k3cupy.runtime.errors import reject
+
+
+def linear_of_any_rank(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor | None = None,
+    weight_is_static: bool = False,
+    batch_invariant: bool | None = None,
+) -> Tensor:
+    """Compute ``x @ weight.T (+ residual)`` over the last dimension of x, as the operator does.
+
+    Args:
+        x: [..., K].
+        weight: [N, K].
+        residual: [..., N], or None.
+        weight_is_static: nothing but PyTorch's in-place operations writes the weight. It is
+            fetched ahead of the preceding kernel's end, but not in the first call behind a write.
+        batch_invariant: as for ``low_latency_linear``.
+
+    Returns:
+        A new contiguous [..., N] tensor.
+    """
+    static = weight_is_static and is_settled(weight)
+    if x.dim() == 2:
+        out = linear.low_latency_linear(
+            x, weight, residual, batch_invariant=batch_invariant, weight_is_static=static
+        )
+    else:
+        shape = (*x.shape[:-1], weight.shape[0])
+        if residual is not None and residual.shape != shape:
+            reject("residual", f"shape {list(shape)}", f"shape {list(residual.shape)}")
+        out = linear.low_latency_linear(
+            _as_rows(x),
+            weight,
+            None if residual is None else _as_rows(residual),
+            batch_invariant=batch_invariant,
+            weight_is_static=static,
+        ).view(shape)
+    if weight_is_static and not static and out.numel():
+        settle(weight)
+    return out
+
+
+def is_settled(weight: Tensor) -> bool:
+    """Return whether an earlier call has read the weight as it is now.
+
+    Then whatever wrote it lies behind that call's kernel, and the promise of ``weight_is_static``
+    holds. PyTorch counts in-place writes to a tensor, but not those through ``tensor.data``, and
+    none to a tensor that was made in inference mode: that one never settles.
+    """
+    known = _read_weights.get(id(weight))
+    if known is None:
+        return False
+    reference, address, version = known
+    return address == weight.data_ptr() and version == weight._version and reference() is weight
+
+
+def settle(weight: Tensor) -> None:
+    """Remember that a call has read the weight as it is now."""
+    if weight.is_inference():
+        return
+    key = id(weight)
+    reference = weakref.ref(weight, lambda _: _forget(key))
+    _read_weights[key] = reference, weight.data_ptr(), weight._version
+
+
+_read_weights: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
+"""By identity: a weight, its address, and its version when a call last read it."""
+
+
+def _forget(key: int) -> None:
+    known = _read_weights.get(key)
+    if known is not None and known[0]() is None:
+        _read_weights.pop(key, None)
+
+
+def _as_rows(t: Tensor) -> Tensor:
+    """Return a tensor as [rows, width]: a view, where its strides allow one."""
+    return t.reshape(t.shape[:-1].numel(), t.shape[-1])
+
+
+def _shape_of(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor | None = None,
+    weight_is_static: bool = False,
+    batch_invariant: bool | None = None,
+) -> Tensor:
+    """Return a tensor like the operator's result, for tracing."""
+    torch._check(
+        weight.dim() == 2 and x.dim() > 0 and x.shape[-1] == weight.shape[1],
+        lambda: f"weight: expected shape [N, K] for x {list(x.shape)}, got {list(weight.shape)}",
+    )
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    wants_x, wants_weight, wants_residual = ctx.needs_input_grad[:3]
+    grad_x = grad @ weight if wants_x else None
+    grad_weight = _as_rows(grad).T @ _as_rows(x) if wants_weight else None
+    return grad_x, grad_weight, grad if wants_residual else None, None, None
+
+
+low_latency_linear = torch.library.custom_op(
+    "k3cupy::low_latency_linear",
+    linear_of_any_rank,
+    mutates_args=(),
+    schema=(
+        "(Tensor x, Tensor weight, Tensor? residual=None, bool weight_is_static=False, "
+        "bool? batch_invariant=None) -> Tensor"
+    ),
+)
+low_latency_linear.register_fake(_shape_of)
+low_latency_linear.register_autograd(_backward, setup_context=_keep)

@@ -1,0 +1,66 @@
+"""A run as a document: every benchmark's entries fit the columns that show them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from bench_helpers import document
+
+from k3cupy.bench import forms, report
+from k3cupy.timing import environment
+
+CONFIG = {
+    "decode": [{"split": 1, "block_size": 256, "rows": 3}, {"split": 3, "block_size": 256, "r": 1}],
+    "prefill": [{"rows": 8, "warps": 4}],
+    "gemm": [{"tile_m": 8, "tile_n": 16, "tile_k": 512, "stages": 3, "split_k": 1}],
+}
+"""Configurations with a time each; the first is the dispatched one."""
+
+
+def entry_of(which: str) -> Any:
+    """An entry of a benchmark, made of its own class, with a number in every field of times."""
+    made: dict[str, Any] = {"kind": "2112x7168", "tokens": 4, "heads": 12, "n": 2112, "k": 7168}
+    made |= {"scenario": "chain", "pdl": True, "rope": False, "bytes": 1000, "reason": "measured"}
+    made |= {"public_us": {"1": 2.0, "3": 3.0}, "dispatched": "skinny 1/2", "candidates": {}}
+    if which in CONFIG:
+        made["candidates"] = [{**config, "us": 2.0 + i} for i, config in enumerate(CONFIG[which])]
+        made["dispatched"] = CONFIG[which][0]
+    cls = importlib.import_module(f"k3cupy.bench.{which}").Entry
+    names = [field.name for field in fields(cls)]
+    return cls(**{name: made.get(name, 1.5) for name in names})
+
+
+@pytest.mark.parametrize("which", forms.FORMS)
+def test_a_run_becomes_a_document_that_can_be_shown(
+    which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module(f"k3cupy.bench.{which}")
+    asked: list[Any] = []
+
+    def describe(*given: Any) -> dict[str, Any]:
+        asked.append(given)
+        described: dict[str, Any] = document()["environment"]
+        return described
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(environment, "describe", describe)
+    monkeypatch.setattr(module, "host_time", lambda *_: {"new output": 17.25}, raising=False)
+    made = json.loads(json.dumps(module.as_document([entry_of(which)], "0123")))
+    assert asked == [(3, "0123")]
+    assert made["benchmark"] == which
+    assert list(made)[:3] == ["benchmark", "environment", "method"]
+    assert list(made)[-1] == "entries"
+    assert made["method"]["statistic"].startswith("median of ")
+    form = forms.form_of(made)
+    (row,) = map(form.cells, made["entries"])
+    assert len(row) == len(form.columns) == len({column.name for column in form.columns})
+    assert all(isinstance(cell, str) and cell for cell in row)
+    text = report.markdown(made)
+    assert ("new output 17.2 us" in text) == ("host_us" in made)
+    if form.is_for_page(made["entries"][0]):
+        assert f"| {' | '.join(row)} |" in text

@@ -1,0 +1,65 @@
+"""Compiling the decode kernel ahead, with a fake compiler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fake_device import H200
+from helpers import refused
+from toolchain_helpers import FakeGpu, fake_gpu
+
+import k3cupy
+from k3cupy.choose.mla import configs
+from k3cupy.kernels.mla_decode import UNTUNED, Variant
+from k3cupy.runtime import devices
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    monkeypatch.setattr(devices, "info", lambda _: H200)
+    return fake_gpu(monkeypatch)
+
+
+WRONG_FOR_WARMUP: list[tuple[dict[str, Any], str, str]] = [
+    ({"op": "prefill"}, "op", "'prefill'"),
+    ({"dtype": "float32"}, "dtype", "'float32'"),
+    ({"dtype": ["bfloat16", "half"]}, "dtype", "'half'"),
+    ({"kv_cache": "fp4"}, "kv_cache", "'fp4'"),
+    ({"kv_cache": "fp8_ds_mla", "query_fp8": True}, "query_fp8", "True"),
+    ({"split": 1}, "split", "1"),
+    ({"config": [1]}, "config", r"\[1\]"),
+    ({"device": 7}, "device", "7"),
+    ({"config": 2}, "config", "2"),
+    ({"config": k3cupy.MlaDecodeConfig(2, 100, 1)}, "config", "MlaDecodeConfig"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "name", "found"), WRONG_FOR_WARMUP, ids=str)
+def test_warmup_arguments(arguments: dict[str, Any], name: str, found: str, gpu: FakeGpu) -> None:
+    refused({**arguments, "progress": False}, name, f"^{found}", operation=k3cupy.warmup)
+    assert gpu.compiled == []
+
+
+def test_warmup_compiles_what_a_call_may_choose(gpu: FakeGpu) -> None:
+    """By default the query is fp8 where the cache is, as in serving."""
+    count = k3cupy.warmup(kv_cache=["bf16", "fp8"], rope=[False, True], progress=False)
+    expected = {
+        config.name_expression(Variant("bfloat16", fp8, cache, rope))
+        for fp8, cache, kind in ((False, "same", "16bit+same"), (True, "fp8", "fp8+fp8"))
+        for config in configs("mla_decode", kind)
+        for rope in (False, True)
+    }
+    assert count == len(expected)
+    assert set(gpu.compiled) == expected
+    assert len(gpu.compiled) == len(expected)
+    assert k3cupy.warmup(kv_cache="bf16", vector=False, progress=False) == 1
+    assert gpu.compiled[-1] == UNTUNED.name_expression(Variant("bfloat16", vector=False))
+
+
+def test_warmup_shows_its_progress(gpu: FakeGpu, capsys: pytest.CaptureFixture[str]) -> None:
+    assert k3cupy.warmup(kv_cache="bf16", config=UNTUNED) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "compiling kernels" in captured.err
+    assert "1/1" in captured.err

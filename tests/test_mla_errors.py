@@ -1,0 +1,609 @@
+"""The MLA epilogues: every refusal. It names the argument, and nothing is written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import oracle
+import pytest
+import torch
+from helpers import (
+    BF16,
+    E4M3,
+    FP16,
+    Guarded,
+    every_other,
+    exactly,
+    moved,
+    padded,
+    rope_table,
+)
+from mla_helpers import (
+    FORMS,
+    INSERTS,
+    NAMES,
+    Form,
+    MlaCall,
+    as_out,
+    each_form,
+    each_form_with_a_cache,
+    make_decode,
+    make_prefill,
+    poisoned_outs,
+    refused,
+    run_and_check,
+    run_into_guarded_outs,
+)
+
+import k3cupy
+
+TOKENS, HEADS = 8, 3
+FLOATS_OF_8_BITS = (torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+
+
+class Refusal(NamedTuple):
+    """An argument, what takes its place, and what the message says it got.
+
+    `change` gets what the argument was. `got` is a pattern, or makes one of what took its place.
+    `blamed` is another pattern of names where the message may name others.
+    """
+
+    label: str
+    name: str
+    change: Callable[[Any], Any]
+    got: str | Callable[[Any], str]
+    blamed: str = ""
+
+
+# What a message says of a tensor
+
+
+def its_shape(tensor: torch.Tensor) -> str:
+    return exactly(f"shape {list(tensor.shape)}")
+
+
+def its_dtype(tensor: torch.Tensor) -> str:
+    return exactly(name_of(tensor.dtype))
+
+
+def its_strides(tensor: torch.Tensor) -> str:
+    return exactly(f"strides {tuple(tensor.stride())}")
+
+
+def its_length(tensor: torch.Tensor) -> str:
+    return exactly(str(tensor.shape[0]))
+
+
+def its_type(value: Any) -> str:
+    return exactly(type(value).__name__)
+
+
+def its_value(value: Any) -> str:
+    return exactly(repr(value))
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def put(label: str, name: str, value: Any, got: Any, blamed: str = "") -> Refusal:
+    return Refusal(label, name, lambda _: value, got, blamed)
+
+
+# The table
+
+
+def base(form: Form, device: str = "cpu") -> MlaCall:
+    """The call that is spoiled: whatever can be a tensor is one."""
+    return form.make(
+        TOKENS, HEADS, num_blocks=2, rope=True, scale_tensors=True, device=device, seed=2
+    )
+
+
+def of_inputs(form: Form) -> Iterator[Refusal]:
+    call = base(form)
+    first = form.inputs[0]
+    # When the first input changes, one that then disagrees with it is blamed, as it is.
+    others = {name: call.args[name] for name in form.inputs[1:]}
+    outs = [
+        torch.empty(call.output_shape(name), dtype=call.output_dtype(name), device="meta")
+        for name in form.outputs
+    ]
+    all_others = [*others.values(), *outs]
+    others_blamed = "|".join((*others, r"out(\[0\])?"))
+
+    def like_the_others(describe: Callable[[torch.Tensor], str]) -> str:
+        return "|".join(map(describe, all_others))
+
+    for name in form.inputs:
+        is_first = name == first
+        yield Refusal(
+            "case23 float16",
+            name,
+            lambda t: t.to(FP16),
+            like_the_others(its_dtype) if is_first else its_dtype,
+            others_blamed if is_first else name,
+        )
+        for dtype in (
+            torch.float32,
+            torch.float64,
+            torch.int16,
+            E4M3,
+            torch.uint8,
+            *FLOATS_OF_8_BITS,
+        ):
+            if (form.kind, name) != ("concat_fp8", "k_pe") or dtype not in (E4M3, torch.uint8):
+                yield Refusal(f"case23 {dtype}", name, lambda t, d=dtype: t.to(d), its_dtype)
+        yield Refusal("narrow", name, lambda t: t[..., :-1], its_shape)
+        yield Refusal("wide", name, lambda t: padded(t, 8), its_shape)
+        yield Refusal("flat", name, lambda t: t.flatten(), its_shape)
+        yield Refusal("deep", name, lambda t: t[None, None], its_shape)
+        changes = {"short": lambda t: t[:-1]}
+        if call.args[name].ndim == 3:
+            changes["heads"] = lambda t: t[:, :2]
+        for label, change in changes.items():
+            yield Refusal(
+                label,
+                name,
+                change,
+                like_the_others(its_shape) if is_first else its_shape,
+                others_blamed if is_first else name,
+            )
+        yield Refusal("inner stride", name, every_other, exactly("inner stride 2"))
+    yield Refusal("no heads", first, lambda t: t[:, :0], its_shape)
+    yield Refusal("two heads", "k_pe", lambda t: t[:, None].repeat(1, 2, 1), its_shape)
+
+
+def of_no_tensors(form: Form) -> Iterator[Refusal]:
+    for name in form.tensors:
+        if name not in form.scales and name not in ("positions", "cos_sin_cache"):
+            yield put("None", name, None, exactly("NoneType"))
+        for junk in (object(), [1, 2, 3], "text", 1 + 0j, True):
+            yield put(f"a {type(junk).__name__}", name, junk, its_type)
+    for name in (*form.inputs, *(("kv_cache",) if form.has_cache else ())):
+        yield Refusal("on meta", name, lambda t: t.to("meta"), exactly("device meta"))
+        # PyTorch's own words.
+        yield Refusal("sparse", name, lambda t: t.to(BF16).to_sparse(), "storage|sparse|layout")
+
+
+def of_the_cache(form: Form) -> Iterator[Refusal]:
+    dtype, width = base(form).cache.dtype, form.cache_width
+    for other in (FP16, torch.float32, torch.int16, torch.int8, *FLOATS_OF_8_BITS):
+        told = name_of(other) + (f" rows of {width}" if form.kind != "decode" else "")
+        yield Refusal(
+            f"case16, case23 {other}", "kv_cache", lambda t, d=other: t.to(d), exactly(told)
+        )
+    yield Refusal("narrow", "kv_cache", lambda t: t[..., :-1], its_shape)
+    yield Refusal("wide", "kv_cache", lambda t: padded(t, 64), its_shape)
+    yield Refusal("2d", "kv_cache", lambda t: t[0], its_shape)
+    yield Refusal("4d", "kv_cache", lambda t: t[None], its_shape)
+    yield Refusal("inner stride", "kv_cache", every_other, exactly("inner stride 2"))
+    yield Refusal("expanded", "kv_cache", lambda t: t[:1].expand(t.shape), its_strides)
+    yield Refusal(
+        "rows that overlap",
+        "kv_cache",
+        lambda t: t.as_strided(t.shape, (16 * width, width - 1, 1)),
+        its_strides,
+    )
+    if form.name == "decode-ds_mla":
+        narrow = torch.zeros(2, 16, 576, dtype=torch.uint8)
+        yield put("narrow rows", "kv_cache", narrow, its_shape)
+        for other in (BF16, E4M3):
+            yield put(f"{other}", "kv_cache", torch.zeros(2, 16, 656).to(other), its_dtype)
+    assert dtype in (BF16, E4M3, torch.uint8)
+
+
+def of_slots_and_positions(form: Form) -> Iterator[Refusal]:
+    wrong = (torch.int16, torch.uint8, torch.int8, torch.uint64, torch.float32, torch.bool)
+    for name in ("slot_mapping", "positions"):
+        for dtype in wrong:
+            yield Refusal(
+                f"case10 {dtype}", name, lambda t, d=dtype: t.clamp(0, 1).to(d), its_dtype
+            )
+        yield Refusal("case09 few", name, lambda t: t[:7], its_length)
+        yield Refusal("case09 none", name, lambda t: t[:0], its_length)
+        yield Refusal("2d", name, lambda t: t[:, None], its_shape)
+    table = "cos_sin_cache"
+    for dtype in (BF16, FP16, torch.float64):
+        yield Refusal(f"case23 {dtype}", table, lambda t, d=dtype: t.to(d), its_dtype)
+    yield Refusal("narrow", table, lambda t: t[:, :63], its_shape)
+    yield Refusal("wide", table, lambda t: padded(t, 64), its_shape)
+    yield Refusal("1d", table, lambda t: t[0], its_shape)
+    yield Refusal("case12 no rows", table, lambda t: t[:0], exactly("0"))
+    yield Refusal("inner stride", table, every_other, exactly("inner stride 2"))
+    for name in ("positions", table):
+        yield put("alone", name, None, exactly("None"), f"positions|{table}")
+
+
+def of_scales(form: Form) -> Iterator[Refusal]:
+    for name in form.scales:
+        for value in (math.nan, math.inf, -math.inf, 0.0, -0.0, -1.5, 1e39, 1e-50):
+            yield put(f"{value}", name, value, its_value)
+        for dtype in (torch.float64, BF16, torch.int32):
+            yield Refusal(f"{dtype}", name, lambda t, d=dtype: t.to(d), its_dtype)
+        yield Refusal("two", name, lambda t: t.repeat(2), its_shape)
+        yield Refusal("empty", name, lambda t: t[:0], its_shape)
+        yield Refusal("one a token", name, lambda t: t.repeat(TOKENS), its_shape)
+        if form.kind != "decode" or name == "cache_scale_inv":
+            yield put("None", name, None, exactly("None"))
+    if form.kind == "decode" and not form.scales:
+        yield put("not asked for", "cache_scale_inv", 1.5, exactly("a scale"))
+    if form.name == "decode-ds_mla":
+        yield put("not asked for", "q_scale_inv", 1.5, exactly("a scale"))
+
+
+def of_outputs(form: Form) -> Iterator[Refusal]:
+    """One of the outputs does not fit."""
+    call = base(form)
+    for index, output in enumerate(form.outputs):
+        blamed = "out" if len(form.outputs) == 1 else rf"out\[{index}\]"
+        shape, dtype = call.output_shape(output), call.output_dtype(output)
+
+        def among(
+            label: str, bad: Any, got: Callable[[Any], str], i: int = index, name: str = blamed
+        ) -> Refusal:
+            def change(outs: Any) -> Any:
+                every = list(outs) if isinstance(outs, tuple) else [outs]
+                return as_out([*every[:i], moved(bad, every[i].device.type), *every[i + 1 :]])
+
+            return Refusal(f"{name} {label}", "out", change, got(bad), name)
+
+        wrong = (torch.float32, torch.int8, FP16, torch.float8_e5m2)
+        for other in (*wrong, *((BF16,) if dtype == E4M3 else (E4M3, torch.uint8))):
+            yield among(f"{other}", torch.zeros(shape).to(other), its_dtype)
+        for axis, delta in ((0, 1), (0, -1), (1, -1), (2, -1), (2, 8)):
+            size = list(shape)
+            size[axis] += delta
+            yield among(f"{size}", torch.zeros(size).to(dtype), its_shape)
+        for size in ((TOKENS * HEADS, shape[2]), (1, *shape)):
+            yield among(f"{size}", torch.zeros(size).to(dtype), its_shape)
+        wide = torch.zeros(*shape[:2], shape[2] + 8).to(dtype)
+        yield among("strided", wide[..., : shape[2]], its_strides)
+        yield among("expanded", torch.zeros(1, *shape[1:]).to(dtype).expand(shape), its_strides)
+        turned = torch.zeros(HEADS, TOKENS, shape[2]).to(dtype).transpose(0, 1)
+        yield among("transposed", turned, its_strides)
+        yield among("a list", [1.0], its_type)
+    if len(form.outputs) > 1:
+        count = len(form.outputs)
+        yield Refusal("one tensor", "out", lambda outs: outs[0], exactly("Tensor"))
+        yield Refusal("too few", "out", lambda outs: outs[:-1], exactly(f"{count - 1} of them"))
+        yield Refusal(
+            "too many", "out", lambda outs: (*outs, outs[0]), exactly(f"{count + 1} of them")
+        )
+        none_inside = lambda outs: (None, *outs[1:])  # noqa: E731
+        yield Refusal("None inside", "out", none_inside, exactly("None"), r"out\[0\]")
+
+
+def of_settings(form: Form) -> Iterator[Refusal]:
+    flags = ("pdl", "ds_mla", "kv_inputs_ready") if form.kind == "decode" else ("pdl",)
+    for flag in flags:
+        for junk in ([1], "no", 1, 0, *(() if flag == "pdl" else (None,))):
+            yield put(repr(junk), flag, junk, its_value)
+    invalid: list[Any]
+    if form.kind == "decode":
+        fields = [(0, 100, 1), (0, 144, 3), (1, 128, 1), (2, 256, 1), (3, 100, 1), (3, 4096, 1)]
+        invalid = [k3cupy.MlaDecodeConfig(*numbers) for numbers in fields]
+        invalid.append(k3cupy.MlaPrefillConfig(8, 1))
+    else:
+        invalid = [k3cupy.MlaPrefillConfig(*pair) for pair in ((4, 1), (8, 5), (0, 0))]
+        invalid.append(k3cupy.MlaDecodeConfig(0, 288, 1))
+    for junk in (5, 2, -1, "3", "fast", 1.0, (1, 2), *invalid):
+        yield put(repr(junk), "config", junk, its_value)
+
+
+def table_of(form: Form) -> dict[str, list[Refusal]]:
+    """Every refusal of a form by the argument that is changed."""
+    parts = [of_inputs, of_no_tensors, of_outputs, of_scales, of_settings]
+    parts += [of_the_cache, of_slots_and_positions] if form.has_cache else []
+    found: dict[str, list[Refusal]] = {}
+    for part in parts:
+        for refusal in part(form):
+            found.setdefault(refusal.name, []).append(refusal)
+    return found
+
+
+TABLE = {form.name: table_of(form) for form in FORMS.values()}
+
+
+def problems_of(call: MlaCall, refusals: list[Refusal]) -> list[str]:
+    """Try each of the refusals; what is wrong with them."""
+    boxes = poisoned_outs(call)
+    saved = [box.snapshot() for box in boxes]
+    outs = as_out([box.tensor for box in boxes])
+    problems = []
+    for refusal in refusals:
+        before = outs if refusal.name == "out" else call.args.get(refusal.name)
+        value = moved(refusal.change(before), call.device)
+        got = refusal.got if isinstance(refusal.got, str) else refusal.got(value)
+        changes = {"out": outs, refusal.name: value}
+        try:
+            refused(call, refusal.blamed or refusal.name, got, **changes)
+        except (AssertionError, pytest.fail.Exception) as error:
+            problems.append(f"{refusal.name}, {refusal.label}: {error}")
+    for box, bytes_before in zip(boxes, saved, strict=True):
+        oracle.assert_same_bits(box.snapshot(), bytes_before, "out after refused calls")
+    return problems
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        pytest.param(form, name, id=f"{form}-{name}")
+        for form in FORMS.values()
+        for name in TABLE[form.name]
+    ],
+)
+def test_refused(device: str, form: Form, name: str) -> None:
+    """Also after a good call: a plan that is kept hides nothing, and a refusal spoils no plan."""
+    call = base(form, device)
+    problems = problems_of(call, TABLE[form.name][name])
+    run_and_check(call)
+    problems += problems_of(call, TABLE[form.name][name])
+    run_and_check(call)
+    assert not problems, "\n".join(problems)
+
+
+def test_the_tables_are_whole() -> None:
+    """Each argument of each form is there, with hundreds of cases in all."""
+    for form in FORMS.values():
+        assert set(TABLE[form.name]) >= {*form.tensors, "out", "pdl"}
+    assert sum(len(cases) for table in TABLE.values() for cases in table.values()) > 1500
+
+
+def test_the_judge_looks_only_at_what_was_got() -> None:
+    """What is expected, and advice, do not count; nor does a value that contains another."""
+    call = base(FORMS["decode"])
+    wrong = {"kv_c_normed": call.args["kv_c_normed"][:7]}
+    refused(call, "kv_c_normed", exactly("shape [7, 512]"), **wrong)
+    for found in (r"\[8, 512\]", "like ql_nope", exactly("shape [7, 51]"), exactly("[7, 512]")):
+        with pytest.raises(AssertionError, match="missing behind 'got'"):
+            refused(call, "kv_c_normed", found, **wrong)
+    with pytest.raises(AssertionError, match="does not start as agreed"):
+        refused(call, "k_pe", r"\[7, 512\]", **wrong)
+    with pytest.raises(AssertionError, match="missing behind 'got'"):
+        refused(call, "q_pe", "contiguous", q_pe=every_other(call.args["q_pe"]))
+    with pytest.raises(pytest.fail.Exception):
+        refused(call, "q_pe", "", q_pe=call.args["q_pe"])
+
+
+# What fits another operation, or another setting
+
+WRONG_CACHES = [
+    ("insert", E4M3, 576, "fp8"),
+    ("insert", torch.uint8, 576, "fp8"),
+    ("insert", torch.uint8, 656, "ds_mla"),
+    ("ds_mla", BF16, 576, "insert"),
+    ("ds_mla", E4M3, 576, "fp8"),
+    ("fp8", BF16, 576, "insert"),
+    ("fp8", torch.uint8, 656, "ds_mla"),
+]
+
+
+def test_a_cache_of_another_operation_is_told_apart(device: str) -> None:
+    for kind, dtype, width, fitting in WRONG_CACHES:
+        cache = torch.zeros(2, 16, width).to(dtype).to(device)
+        told = exactly(f"{name_of(dtype)} rows of {width}")
+        text = refused(base(FORMS[kind], device), "kv_cache", told, kv_cache=cache)
+        assert NAMES[fitting] in text
+
+
+def test_a_decode_cache_of_656_bytes_asks_for_the_flag(device: str) -> None:
+    call = base(FORMS["decode-ds_mla"], device)
+    text = refused(call, "kv_cache", exactly("rows of 656"), ds_mla=False)
+    assert "ds_mla=True" in text
+
+
+def test_explain_names_an_unknown_operation() -> None:
+    for junk in ("fused_mla_concat", 3, None):
+        with pytest.raises((TypeError, ValueError), match=r"op: expected .*, got "):
+            k3cupy.explain_mla_prefill(junk)
+
+
+# Overlap
+
+
+def with_shared_memory(
+    call: MlaCall, written: torch.Tensor, name: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(like `written`, like the argument) in one buffer: the last 16 bytes of one are shared."""
+    tensor = call.args[name]
+    out_bytes = written.numel() * written.element_size()
+    size = tensor.numel() * tensor.element_size()
+    buffer = torch.zeros(out_bytes + size, dtype=torch.uint8, device=call.device)
+    at = out_bytes - 16
+    inside = buffer[at : at + size].view(tensor.dtype).view(tensor.shape)
+    inside.flatten().view(torch.uint8).copy_(tensor.contiguous().flatten().view(torch.uint8))
+    return buffer[:out_bytes].view(written.dtype).view(written.shape), inside
+
+
+OVERLAP = exactly("tensors that overlap")
+
+
+@each_form
+def test_an_out_that_overlaps_an_argument(device: str, form: Form) -> None:
+    """Refused, also when a call of the same shapes and alignment was fine before."""
+    call = base(form, device)
+    outs = [box.tensor for box in poisoned_outs(call)]
+    run_and_check(call, out=as_out(outs))
+    for index in range(len(outs)):
+        for name in form.tensors:
+            changed, inside = with_shared_memory(call, outs[index], name)
+            given = as_out([*outs[:index], changed, *outs[index + 1 :]])
+            text = refused(call, rf"out(\[\d\])?|{name}", OVERLAP, out=given, **{name: inside})
+            assert name in text
+            assert "out" in text
+            assert not changed.view(torch.uint8).flatten()[:-16].any()
+    run_and_check(call, out=as_out(outs))
+
+
+@pytest.mark.parametrize("kind", ["fp8", "concat_fp8"])
+def test_outs_that_overlap_one_another(device: str, kind: str) -> None:
+    call = base(FORMS[kind], device)
+    outs = [box.tensor for box in poisoned_outs(call)]
+    buffer = torch.zeros(TOKENS * HEADS * 192 + 16, dtype=torch.uint8, device=device)
+    for other in range(1, len(outs)):
+        again = list(outs)
+        again[0] = buffer[: outs[0].numel()].view(E4M3).view(outs[0].shape)
+        again[other] = buffer[16 : 16 + outs[other].numel()].view(E4M3).view(outs[other].shape)
+        refused(call, r"out\[\d\]", OVERLAP, out=tuple(again))
+
+
+@each_form_with_a_cache
+def test_what_is_written_in_place_overlaps_an_argument(device: str, form: Form) -> None:
+    call = base(form, device)
+    for written in form.written(rope=True):
+        for name in form.tensors:
+            if name == written or name in form.scales:
+                continue
+            target, inside = with_shared_memory(call, call.args[written], name)
+            target.view(torch.uint8).copy_(call.args[written].view(torch.uint8))
+            changed = call.given(**{written: target, name: inside})
+            kept = target.view(torch.uint8).clone()
+            text = refused(changed, f"{written}|{name}", OVERLAP)
+            assert written in text
+            assert name in text
+            assert torch.equal(target.view(torch.uint8), kept)
+
+
+def test_a_query_that_is_only_read_may_overlap(device: str) -> None:
+    """Without positions, and in the fp8 operation, q is an input like any other."""
+    for kind in INSERTS:
+        call = make_prefill(kind, TOKENS, 1, rope=kind == "fp8", device=device)
+        q = call.args["q"]
+        run_and_check(call.given(q=q.clone(), k_nope=q[..., 64:], k_pe=q[:, 0, :64]))
+        run_and_check(call.given(q=q, k_nope=q[..., 64:], k_pe=q[:, 0, :64]))
+
+
+def test_neighbours_in_one_buffer_do_not_overlap(device: str) -> None:
+    """q and k side by side in the heads of one buffer; k_nope in q's own gaps."""
+    call = base(FORMS["insert"], device)
+    box = Guarded((TOKENS, HEADS, 192 + 128), BF16, device)
+    q, k_nope = box.tensor[..., :192], box.tensor[..., 192:]
+    k_nope.copy_(call.args["k_nope"])
+    q.copy_(call.args["q"])
+    part = Guarded(q.shape, BF16, device)
+    part.tensor, part.storage = q, box.storage
+    part.strides, part.offset = q.stride(), q.storage_offset()
+    run_into_guarded_outs(call.given(k_nope=k_nope).boxed(q=part))
+
+
+def test_neighbours_of_an_output_do_not_overlap(device: str) -> None:
+    """An input that ends where the output begins, and one that begins where it ends."""
+    call = make_decode(TOKENS, 1, device=device)
+    count = TOKENS * 512
+    buffer = torch.zeros(count + TOKENS * 576 + count, dtype=BF16, device=device)
+    before, out, after = buffer.split((count, TOKENS * 576, count))
+    ql_nope, kv_c = before.view(TOKENS, 1, 512), after.view(TOKENS, 512)
+    ql_nope.copy_(call.args["ql_nope"])
+    kv_c.copy_(call.args["kv_c_normed"])
+    call = call.given(ql_nope=ql_nope, kv_c_normed=kv_c)
+    run_and_check(call, out=out.view(TOKENS, 1, 576))
+
+
+# Gradients
+
+FOLLOWED = exactly("one that requires grad while grad mode is on")
+
+
+@each_form
+def test_case25_tensors_that_require_grad(device: str, form: Form) -> None:
+    for name in (*form.tensors, "out"):
+        call = base(form, device)
+        outs = [box.tensor for box in poisoned_outs(call)]
+        tensors = outs if name == "out" else [call.args[name]]
+        for index, tensor in enumerate(tensors):
+            if not tensor.dtype.is_floating_point:
+                continue
+            followed = tensor.clone().requires_grad_()
+            given: Any = followed
+            if name == "out":
+                given = as_out([*outs[:index], followed, *outs[index + 1 :]])
+            changed = call if name == "out" else call.given(**{name: followed})
+            extra = {"out": given} if name == "out" else {}
+            blamed = rf"out(\[{index}\])?" if name == "out" else name
+            text = refused(changed, blamed, FOLLOWED, **extra)
+            assert "no_grad" in text or "detach" in text
+            before = changed.snapshot()
+            with torch.no_grad():
+                result = changed.run(**extra)
+            changed.check(before, detached(result))
+            refused(changed, blamed, FOLLOWED, **extra)
+            before = changed.snapshot()
+            with torch.inference_mode():
+                result = detached(changed.run(**extra))
+                changed.check(before, result)
+
+
+def detached(result: Any) -> Any:
+    if isinstance(result, tuple):
+        return tuple(tensor.detach() for tensor in result)
+    return result.detach()
+
+
+# Values on the device
+
+
+@each_form_with_a_cache
+def test_k3cupy_check_names_bad_values(
+    device: str, form: Form, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("K3CUPY_CHECK", "1")
+    call = form.make(6, 2, rope=True, num_blocks=2, device=device)
+    run_and_check(call)
+    for slot in (32, 2**31, 2**62):
+        slots = torch.tensor([0, -1, slot, 3, -(2**63), 5], device=device)
+        refused(call, "slot_mapping", exactly(f"{slot} for token 2"), slot_mapping=slots)
+    for position in (128, -1, 2**31):
+        positions = torch.tensor([0, 127, 5, position, 6, 7], device=device)
+        refused(call, "positions", exactly(f"{position} for token 3"), positions=positions)
+    good = torch.tensor([31, -1, -2, -(2**63), 0, 9, 99], device=device)
+    run_and_check(call.given(slot_mapping=good))
+    monkeypatch.setenv("K3CUPY_CHECK", "0")
+    wild = torch.tensor([31, 32, -2, 2**62, 0, 9], device=device)
+    run_and_check(call.given(slot_mapping=wild))
+
+
+def test_integer_types_of_slots_and_positions_are_independent(device: str) -> None:
+    for name in ("decode", "insert"):
+        for slots, positions in ((torch.int64, torch.int32), (torch.int32, torch.int64)):
+            call = FORMS[name].make(TOKENS, HEADS, rope=True, slot_dtype=slots, device=device)
+            table = rope_table(128).to(device)
+            positions_there = call.args["positions"].to(positions)
+            run_and_check(call.given(positions=positions_there, cos_sin_cache=table))
+
+
+# Devices
+
+
+@pytest.mark.gpu
+@each_form
+def test_case20_one_argument_on_the_cpu(form: Form) -> None:
+    call = base(form, "cuda")
+    for name in form.tensors:
+        host = call.args[name].cpu()
+        blamed = ".*" if len(form.tensors) < 4 or name == form.inputs[0] else name
+        for tensor in (host, host.pin_memory()):
+            refused(call, blamed, "^device (cpu|cuda)", **{name: tensor})
+    for i, box in enumerate(poisoned_outs(call)):
+        outs = [other.tensor for other in poisoned_outs(call)]
+        for tensor in (box.tensor.cpu(), box.tensor.cpu().pin_memory()):
+            outs[i] = tensor
+            refused(call, r"out.*|k_.*|q", "^device (cpu|cuda)", out=as_out(outs))
+    run_and_check(call)
+
+
+@pytest.mark.gpu
+def test_case20_cuda_arguments_among_cpu_tensors() -> None:
+    call = base(FORMS["decode-fp8"])
+    for name in ("q_pe", "kv_cache", "slot_mapping", "cos_sin_cache", "q_scale_inv"):
+        refused(call, name, "^device cuda", **{name: call.args[name].cuda()})
+
+
+@pytest.mark.gpu
+@each_form
+def test_a_stream_that_is_none_is_named(form: Form) -> None:
+    call = form.make(TOKENS, HEADS, device="cuda")
+    for junk in ("side", 1.5, object()):
+        refused(call, "stream", rf"\b{type(junk).__name__}\b", stream=junk)
