@@ -40,38 +40,33 @@
 
 namespace k3cupy {
 
-// Sets up all barriers. Behind it every thread of the block sees them; the other blocks of the cluster
-// do once they have waited at the cluster's barrier.
+// One thread sets up all barriers.
 template <typename Tile>
 __device__ __forceinline__ void init_barriers(const BlockMemory<Tile>& memory,
                                               unsigned int num_tokens) {
-  constexpr bool kClustered = Tile::kSplitK > 1;
-  if (threadIdx.x == 0) {
-    memory.weight.init(Tile::kCopyThreads, Tile::kMathWarps);
-    memory.x.init(Tile::kMappedX ? 1 : Tile::kCopyThreads, Tile::kMathWarps);
-    if constexpr (kClustered) {
-      init_barrier(memory.inbox_full, 1);
-      arrive_expecting(memory.inbox_full,
-                       Tile::kSplitK * num_tokens * Tile::kOwned * sizeof(float));
-    }
-    if constexpr (Tile::kMappedX || kClustered) show_barriers_to_others();
+  memory.weight.init(Tile::kCopyThreads, Tile::kMathWarps);
+  memory.x.init(Tile::kMappedX ? 1 : Tile::kCopyThreads, Tile::kMathWarps);
+  if constexpr (Tile::kSplitK > 1) {
+    init_barrier(memory.inbox_full, 1);
+    arrive_expecting(memory.inbox_full, Tile::kSplitK * num_tokens * Tile::kOwned * sizeof(float));
   }
-  __syncthreads();
-  if constexpr (kClustered) cluster_arrive_relaxed();
+  if constexpr (Tile::kMappedX || Tile::kSplitK > 1) show_barriers_to_others();
 }
 
 // What both kernels below do; x knows how it is fetched.
 template <typename Tile, bool kWeightIsStatic, bool kHasResidual, typename X>
 __device__ __forceinline__ void compute_tile(const __nv_bfloat16* weight, unsigned int n,
-                                             unsigned int k, const X& x, unsigned int num_tokens,
-                                             const TokenRows<__nv_bfloat16>& out,
-                                             const TokenRows<const __nv_bfloat16>& residual,
+                                             unsigned int k, X x, unsigned int num_tokens,
+                                             TokenRows<__nv_bfloat16> out,
+                                             TokenRows<const __nv_bfloat16> residual,
                                              unsigned int block_rows) {
   extern __shared__ __align__(1024) char shared[];
   const BlockMemory<Tile> memory(shared);
   const BlockShare<Tile> share(n, k, block_rows);
   const int warp = threadIdx.x / 32;
-  init_barriers<Tile>(memory, num_tokens);
+  if (threadIdx.x == 0) init_barriers<Tile>(memory, num_tokens);
+  __syncthreads();
+  if constexpr (Tile::kSplitK > 1) cluster_arrive_relaxed();
 
   if (warp < Tile::kMathWarps) {
     multiply_stages<Tile>(share, memory, warp, threadIdx.x % 32);
@@ -99,7 +94,7 @@ __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
   compute_tile<Tile<kTileM, kTileN, kTileK, kStages, kStagesX, kWarpsK, kWarpsN, kSplitK,
                     kCopyWarps, kProduct, false>,
                kWeightIsStatic, kHasResidual>(
-      weight, n, k, PointedX<kAlignedX>{x, kPacked ? k : x_row_stride, num_tokens}, num_tokens,
+      weight, n, k, PointedX<kPacked, kAlignedX>{x, k, x_row_stride, num_tokens}, num_tokens,
       {out, out_row_stride}, {residual, residual_row_stride}, block_rows);
 }
 

@@ -48,17 +48,18 @@ __device__ __forceinline__ void copy_elements(unsigned int target, const __nv_bf
 }
 
 // x behind a pointer, which warps copy.
-template <bool kAligned>
+template <bool kPacked, bool kAligned>
 struct PointedX {
   const __nv_bfloat16* data;
-  long long row_stride;
+  unsigned int k;
+  long long stride;  // of rows that are not packed
   unsigned int num_tokens;
 
-  // Dependents are released behind the wait, by the first who has it behind him.
   template <typename Tile>
   __device__ __forceinline__ void fetch(const BlockShare<Tile>& share,
                                         const typename Tile::XRing& ring, const void* out,
                                         unsigned int thread) const {
+    const long long row_stride = kPacked ? k : stride;
     wait_for_predecessor(data, out);
     release_dependents();
     RingPosition at;

@@ -27,8 +27,14 @@ struct Ring {
   static constexpr int kBarriersBytes = 2 * kBarrierBytes * kStages;
   static constexpr int kBytes = kStages * kStageBytes;
 
-  unsigned int barriers;  // those of full stages, then those of empty ones
+  unsigned int full_barriers;
+  unsigned int empty_barriers;
   unsigned int stages;
+
+  __device__ __forceinline__ Ring(unsigned int barriers, unsigned int first_stage)
+      : full_barriers(barriers),
+        empty_barriers(barriers + kBarrierBytes * kStages),
+        stages(first_stage) {}
 
   __device__ __forceinline__ void init(unsigned int arrivals_full,
                                        unsigned int arrivals_empty) const {
@@ -40,11 +46,11 @@ struct Ring {
   }
 
   __device__ __forceinline__ unsigned int full(unsigned int stage) const {
-    return barriers + kBarrierBytes * stage;
+    return full_barriers + kBarrierBytes * stage;
   }
 
   __device__ __forceinline__ unsigned int empty(unsigned int stage) const {
-    return barriers + kBarrierBytes * kStages + kBarrierBytes * stage;
+    return empty_barriers + kBarrierBytes * stage;
   }
 
   __device__ __forceinline__ unsigned int place(unsigned int stage) const {

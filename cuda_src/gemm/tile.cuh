@@ -111,11 +111,11 @@ struct BlockShare {
   unsigned int stages;
 
   __device__ __forceinline__ BlockShare(unsigned int n, unsigned int k, unsigned int block_rows) {
-    constexpr unsigned int kUnit = kMmaK * Tile::kWarpsK;
-    const unsigned int units = (k + kUnit - 1) / kUnit;
     rank = blockIdx.x % Tile::kSplitK;
     first_row = blockIdx.x / Tile::kSplitK * block_rows;
     rows = min(n - first_row, block_rows);
+    constexpr unsigned int kUnit = kMmaK * Tile::kWarpsK;
+    const unsigned int units = (k + kUnit - 1) / kUnit;
     k_begin = rank * units / Tile::kSplitK * kUnit;
     k_end = min((rank + 1) * units / Tile::kSplitK * kUnit, k);
     stages = (k_end - k_begin + Tile::kK - 1) / Tile::kK;
@@ -135,12 +135,11 @@ struct BlockMemory {
   typename Tile::XRing x;
   unsigned int inbox_full;
 
-  __device__ __forceinline__ explicit BlockMemory(char* shared) : base(shared) {
-    const unsigned int address = shared_address(shared);
-    weight = {address, address + Tile::kWeightStages};
-    x = {address + Tile::kXBarriers, address + Tile::kXStages};
-    inbox_full = address + Tile::kInboxBarrier;
-  }
+  __device__ __forceinline__ explicit BlockMemory(char* shared)
+      : base(shared),
+        weight(shared_address(shared), shared_address(shared) + Tile::kWeightStages),
+        x(shared_address(shared) + Tile::kXBarriers, shared_address(shared) + Tile::kXStages),
+        inbox_full(shared_address(shared) + Tile::kInboxBarrier) {}
 
   __device__ __forceinline__ float* sums() const {
     return reinterpret_cast<float*>(base + Tile::kSums);
