@@ -20,15 +20,15 @@ import tempfile
 from pathlib import Path
 
 import torch
-from k3cupy.ops.mla_decode_config import SOURCE
 
 import k3cupy
+from k3cupy.kernels.mla_decode import SOURCE, Variant
 from k3cupy.runtime import devices, offline, sources
 
 HAS_GPU = torch.cuda.is_available()
 TOKENS, HEADS = 4, 12
 CONFIG = k3cupy.MlaDecodeConfig(split=0, block_size=288, chunks_per_thread=1)
-VARIANT = k3cupy.MlaDecodeVariant("bfloat16", rope=True)
+VARIANT = Variant("bfloat16", rope=True)
 
 torch.manual_seed(0)
 device = "cuda" if HAS_GPU else "cpu"
