@@ -13,17 +13,14 @@ from bench_helpers import ROOT, document
 from click.testing import CliRunner
 
 from k3cupy.bench import forms, report
+from k3cupy.choose.mla import choose_prefill
+from k3cupy.choose.table import config_of, measured, parts_of, table_text
 from k3cupy.cli import main
-from k3cupy.kernels.mla_decode import CANDIDATES, MlaDecodeConfig, Variant
-from k3cupy.kernels.mla_prefill import CANDIDATES as PREFILL_CANDIDATES
-from k3cupy.kernels.mla_prefill import (
-    INSERTS,
-    OPS,
-    MlaPrefillConfig,
-    Variant,
-    choose,
-)
+from k3cupy.kernels import mla_decode, mla_prefill
+from k3cupy.kernels.mla_prefill import INSERTS, OPS, MlaPrefillConfig
 from k3cupy.runtime.devices import DeviceInfo
+from k3cupy.timing.decode_step import DecodeStep
+from k3cupy.timing.prefill_step import PrefillStep, bytes_moved, launches_of, sets_of
 
 
 def candidate(split: int, threads: int, chunks: int, us: float) -> dict[str, Any]:
@@ -67,41 +64,6 @@ def test_summary_without_a_comparison_kernel() -> None:
     assert forms.decode_summary(entry(TIMES, public_us={}))["dispatched_over_public"] is None
 
 
-def test_runs_are_averaged_relative_to_their_fastest() -> None:
-    fast = document(entry({"0/288/1": 1.0, "1/256/3": 1.2, "3/256/1": 2.0}))
-    slow = document(entry({"0/288/1": 2.0, "1/256/3": 2.0, "3/256/1": 4.0}))
-    merged = report.averaged([fast, slow])["entries"][0]["candidates"]
-    assert [c["us"] for c in merged] == pytest.approx([1.5, 1.65, 3.0])
-
-
-def test_an_entry_that_only_some_runs_have_is_kept() -> None:
-    other = {**entry(TIMES), "kind": "fp8+fp8"}
-    merged = report.averaged([document(entry(TIMES)), document(other)])["entries"]
-    assert [found["kind"] for found in merged] == [entry(TIMES)["kind"], "fp8+fp8"]
-    assert [c["us"] for c in merged[1]["candidates"]] == [c["us"] for c in other["candidates"]]
-
-
-def test_runs_of_two_gpus_are_not_averaged() -> None:
-    with pytest.raises(ValueError, match="one GPU"):
-        report.averaged([document(entry(TIMES)), document(entry(TIMES), gpu="NVIDIA B200")])
-
-
-def test_the_table_takes_the_fastest_and_settles_ties_over_all_sizes() -> None:
-    table = report.shipped_table(
-        document(
-            entry({"0/288/1": 1.000, "1/256/3": 1.005, "3/256/1": 1.2}, tokens=1),
-            entry({"0/288/1": 1.300, "1/256/3": 1.000, "3/256/1": 1.2}, tokens=8),
-            entry({"0/288/1": 1.000, "1/256/3": 1.200, "3/256/1": 1.2}, tokens=64),
-            entry({"0/288/1": 9.0, "1/256/3": 9.0, "3/256/1": 1.0}, tokens=2, pdl=False),
-        )
-    )
-    rows = table["gpus"]["NVIDIA H200"]["entries"]
-    assert [row["num_rows"] for row in rows] == [13, 104, 832]
-    chosen = [MlaDecodeConfig(**row["chosen"]) for row in rows]
-    assert [c.split for c in chosen] == [1, 1, 0]
-    assert rows[0]["us"] == {"0/288/1": 1.0, "1/256/3": 1.005, "3/256/1": 1.2}
-
-
 PREFILL = {
     "kind": "fused_mla_kv_concat",
     "tokens": 4096,
@@ -131,34 +93,21 @@ def test_prefill_summary_names_the_bars() -> None:
     assert (s["over_row_copy"], s["over_torch"]) == (1.0, 6.0)
 
 
-def test_prefill_results_make_a_table_and_a_page() -> None:
-    merged = report.averaged([prefill_document(), prefill_document()])
-    (row,) = report.shipped_table(merged)["gpus"]["NVIDIA H200"]["entries"]
-    assert (row["kind"], row["num_rows"]) == ("fused_mla_kv_concat", 4096 * 12)
-    assert row["chosen"] == {"tasks_per_block": 8, "heads_per_task": 4}
-    assert row["us"] == {"8/1": 10.0, "8/4": 8.0}
+def test_prefill_results_make_a_page() -> None:
     line = "| kv_concat | 4096 | 12 | 32.00 | 8.00 | 10.00 | 60.00 | 8.00 (8/4) | 10.00 (8/1) |"
-    assert line in report.markdown(merged)
-    turned = report.shipped_table(prefill_document(rope=True))
-    assert turned["gpus"]["NVIDIA H200"]["entries"] == []
-    report.print_table(merged)
+    assert line in report.markdown(prefill_document())
+    report.print_table(prefill_document())
 
 
 def test_the_prefill_page_shows_the_choice_of_the_shipped_table() -> None:
     (renewed,) = report.with_shipped_choice(prefill_document())["entries"]
     chosen = MlaPrefillConfig(**renewed["dispatched"])
     device = DeviceInfo(0, "NVIDIA H200", (9, 0), 132, 0)
-    assert chosen == choose(Variant("fused_mla_kv_concat"), 4096, 12, device)[0]
-
-
-def test_results_of_two_benchmarks_are_not_averaged() -> None:
-    with pytest.raises(ValueError, match="one benchmark"):
-        report.averaged([prefill_document(), document(entry(TIMES))])
+    variant = mla_prefill.Variant("fused_mla_kv_concat")
+    assert chosen == choose_prefill(variant, 4096, 12, device).config
 
 
 def test_bytes_are_counted_once() -> None:
-    from k3cupy.bench.prefill import bytes_moved
-
     latent, slot = 2 * 576, 8
     per_head, k_pe = 2 * (128 + 192), 2 * 64
     key = "fused_mla_key_concat_kv_cache_insert"
@@ -174,8 +123,6 @@ def test_bytes_are_counted_once() -> None:
 
 @pytest.mark.parametrize("size", [10_000, 7_000_000, 50 << 20, 5 << 30])
 def test_sets_take_turns_equally(size: int) -> None:
-    from k3cupy.bench.prefill import launches_of, sets_of
-
     assert sets_of(512, size) == 1
     sets = sets_of(4096, size)
     assert sets * size >= 200 << 20
@@ -206,7 +153,7 @@ def test_the_page_shows_the_choice_of_the_shipped_table() -> None:
 
 @pytest.mark.parametrize("kind", ["16bit+same", "fp8+fp8", "16bit+ds_mla", "16bit+fp8", "fp8+same"])
 def test_a_kind_and_its_variant_are_each_others_names(kind: str) -> None:
-    variant = Variant.of_kind(kind)
+    variant = mla_decode.Variant.of_kind(kind)
     assert variant.is_valid()
     assert variant.kind == kind
 
@@ -218,42 +165,76 @@ def test_a_page_without_markers_is_refused(tmp_path: Path) -> None:
         report.insert_markdown(page, "text")
 
 
-def test_apply_writes_table_and_page(tmp_path: Path) -> None:
-    result, table, page = tmp_path / "r.json", tmp_path / "new" / "t.json", tmp_path / "p.md"
-    result.write_text(json.dumps(document(entry(TIMES))))
+def apply(*arguments: str | Path) -> tuple[int, str]:
+    done = CliRunner().invoke(main, ["bench", "apply", *map(str, arguments)])
+    return done.exit_code, done.output
+
+
+def test_apply_writes_the_page_of_the_last_results(tmp_path: Path) -> None:
+    first, last, page = tmp_path / "1.json", tmp_path / "2.json", tmp_path / "p.md"
+    first.write_text(json.dumps(document(entry(TIMES, empty_us=7.77))))
+    times = dict.fromkeys([*TIMES, "1/128/3"], 2.0)
+    last.write_text(json.dumps(document(entry(times, tokens=16, empty_us=0.66))))
     page.write_text("<!-- results:begin --><!-- results:end -->")
-    arguments = ["bench", "apply", str(result), "--table", str(table), "--page", str(page)]
-    done = CliRunner().invoke(main, arguments)
-    assert done.exit_code == 0, done.output
-    assert json.loads(table.read_text())["gpus"]["NVIDIA H200"]["num_sms"] == 132
-    assert "16bit+same" in page.read_text()
+    assert apply(first, last, "--page", page) == (0, "")
+    assert "| 16bit+same | chain | on | 16 | 0.66 | 6.00 |" in page.read_text()
+    assert "7.77" not in page.read_text()
 
 
 def test_apply_takes_prefill_results(tmp_path: Path) -> None:
-    result, table, page = tmp_path / "r.json", tmp_path / "t.json", tmp_path / "p.md"
-    every = [{**asdict(c), "us": 9.0 + i} for i, c in enumerate(PREFILL_CANDIDATES)]
+    result, page = tmp_path / "r.json", tmp_path / "p.md"
+    every = [{**asdict(c), "us": 9.0 + i} for i, c in enumerate(mla_prefill.CANDIDATES)]
     result.write_text(json.dumps(prefill_document(candidates=every)))
     page.write_text(
         "<!-- results:begin -->decode<!-- results:end -->"
         "<!-- prefill-results:begin --><!-- prefill-results:end -->"
     )
-    arguments = ["bench", "apply", str(result), "--table", str(table), "--page", str(page)]
-    done = CliRunner().invoke(main, arguments)
-    assert done.exit_code == 0, done.output
-    (row,) = json.loads(table.read_text())["gpus"]["NVIDIA H200"]["entries"]
-    assert row["kind"] == "fused_mla_kv_concat"
+    assert apply(result, "--page", page) == (0, "")
     assert "<!-- results:begin -->decode<!-- results:end -->" in page.read_text()
     assert "| kv_concat | 4096 |" in page.read_text()
 
 
-@pytest.mark.parametrize(("name", "table"), [("decode", "mla_decode"), ("prefill", "mla_prefill")])
-def test_the_shipped_table_is_what_the_committed_results_give(name: str, table: str) -> None:
-    files = sorted((ROOT / "benchmarks/results").glob(f"{name}_h200_run*.json"))
-    if not files:
+def as_export(path: Path, family: str) -> str:
+    """A run of the benchmark as the tuner would have kept it: the rows that count for tables."""
+    document = json.loads(path.read_text(encoding="utf-8"))
+    e = document["environment"]
+    header = {"schema": 2, "family": family, "gpu": e["gpu"], "arch": "sm_90", "sources": ""}
+    found = []
+    for row in document["entries"]:
+        if row["rope"] if family == "mla_prefill" else (row["scenario"], row["pdl"]) != CHAIN:
+            continue
+        times = {config_of(family, forms.key_of(c)): c["us"] for c in row["candidates"]}
+        size = row["tokens"] * (row["heads"] + (family == "mla_decode"))
+        found.append(measured(row["kind"], size, {family: times}))
+    return table_text(header | {"date": e["date"]}, found)
+
+
+CHAIN = ("chain", True)
+
+
+@pytest.mark.parametrize("name", ["decode", "prefill"])
+def test_the_shipped_table_is_what_the_committed_results_give(name: str, tmp_path: Path) -> None:
+    runs = sorted((ROOT / "benchmarks/results").glob(f"{name}_h200_run*.json"))
+    if not runs:
         pytest.skip("the results are kept in the repository, not in the package")
-    documents = [json.loads(path.read_text(encoding="utf-8")) for path in files]
-    shipped = (ROOT / f"k3cupy/ops/tables/{table}.json").read_text(encoding="utf-8")
-    assert report.shipped_table(report.averaged(documents)) == json.loads(shipped)
+    family = f"mla_{name}"
+    exports = [tmp_path / run.name for run in runs]
+    for path, run in zip(exports, runs, strict=True):
+        path.write_text(as_export(run, family))
+    table = tmp_path / f"nvidia_h200/{family}.json"
+    assert apply(*exports, "--tables", tmp_path) == (0, f"wrote {table}\n")
+    shipped = ROOT / f"k3cupy/choose/tables/nvidia_h200/{family}.json"
+    assert parts_of(table.read_text())[1] == parts_of(shipped.read_text(encoding="utf-8"))[1]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks/results").glob("*_h200_bars*.json")))
+def test_the_committed_results_can_be_shown(path: Path) -> None:
+    """With the choices of today's tables: the figures of the documentation are made so."""
+    committed = json.loads(path.read_text(encoding="utf-8"))
+    chosen = report.with_shipped_choice(committed)
+    form = forms.form_of(committed)
+    shown = sum(map(form.is_for_page, committed["entries"]))
+    assert report.markdown(chosen).count("\n| ") == shown + 2 > 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch finds a GPU")
@@ -270,7 +251,7 @@ def test_a_small_run_on_the_gpu(scenario: str, monkeypatch: pytest.MonkeyPatch) 
     from k3cupy.bench import decode
 
     monkeypatch.setattr(decode, "LAUNCHES", 20)
-    some = [config for config in CANDIDATES if config.block_size == 256]
+    some = [config for config in mla_decode.CANDIDATES if config.block_size == 256]
     found = decode.run_entry("fp8+fp8", 4, 12, scenario, True, some)
     times = [*(c["us"] for c in found.candidates), *found.public_us.values(), found.torch_us]
     assert len(found.candidates) == 2 and len(found.public_us) == 2
@@ -278,12 +259,12 @@ def test_a_small_run_on_the_gpu(scenario: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.gpu
-def test_a_wrong_result_is_not_timed() -> None:
+def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     from k3cupy.bench import decode
 
-    problem = decode.Problem("16bit+same", 4, 12)
-    with pytest.raises(RuntimeError, match="nothing: mqa_q differs from the reference, not timed"):
-        problem.check("nothing", lambda: None)
+    monkeypatch.setattr(DecodeStep, "run", lambda step, config, pdl: None)
+    with pytest.raises(RuntimeError, match="mqa_q differs from the reference, not timed"):
+        decode.run_entry("16bit+same", 4, 12, "chain", True, mla_decode.CANDIDATES[:1])
 
 
 @pytest.mark.parametrize("command", ["warmup", "tune", "bench gemm", "bench linear"])
@@ -302,7 +283,7 @@ def test_a_small_prefill_run_on_the_gpu(op: str, rope: bool) -> None:
 
     if rope and op not in INSERTS:
         pytest.skip("context is turned already")
-    some = PREFILL_CANDIDATES[:2]
+    some = mla_prefill.CANDIDATES[:2]
     found = prefill.run_entry(op, 16, 12, rope, some)
     times = [*(c["us"] for c in found.candidates), found.copy_us, found.row_copy_us]
     assert all(0 < time < 1000 for time in (*times, found.torch_us))
@@ -312,7 +293,6 @@ def test_a_small_prefill_run_on_the_gpu(op: str, rope: bool) -> None:
 def test_a_wrong_prefill_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     from k3cupy.bench import prefill
 
-    problem = prefill.Problem("fused_mla_kv_concat", 4, 12, False)
-    monkeypatch.setattr(problem, "run", lambda config: None)
+    monkeypatch.setattr(PrefillStep, "run", lambda step, config: None)
     with pytest.raises(RuntimeError, match="differs from the reference, not timed"):
-        problem.check(PREFILL_CANDIDATES[:1])
+        prefill.run_entry("fused_mla_kv_concat", 4, 12, False, mla_prefill.CANDIDATES[:1])

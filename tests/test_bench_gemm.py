@@ -12,15 +12,17 @@ import pytest
 import torch
 from bench_helpers import ROOT, document
 from click.testing import CliRunner
-from k3cupy.ops.gemm_entry import USER, entry_of
 from tune_helpers import GPU, FakeMeter, made_up_us, use_fake_gpu
 from tune_helpers import run as tune_with
 
 from k3cupy.bench import forms, report
+from k3cupy.choose.gemm import candidates
+from k3cupy.choose.table import GEMM, entry_of, parts_of, table_text
 from k3cupy.cli import main
-from k3cupy.ops import fused_a_gemm_choice
 from k3cupy.runtime.devices import DeviceInfo
-from k3cupy.tuning.candidates import LINEAR, Candidate, Target, entry_from, times_of
+from k3cupy.tuning import files
+from k3cupy.tuning.entries import LINEAR, Candidate, entry_from, times_of
+from k3cupy.tuning.targets import GemmTarget, Target
 
 # --- The fused-A GEMM ---
 
@@ -29,7 +31,7 @@ GEMM_GPU = DeviceInfo(0, "NVIDIA H200", (9, 0), 132, 232_448)
 
 def gemm_entry(n: int = 2112, k: int = 7168, tokens: int = 16) -> dict[str, Any]:
     """An entry whose candidates take 8.0, 8.1, ... us in the order in which they are made."""
-    configs = fused_a_gemm_choice.candidates(n, k, tokens, GEMM_GPU)
+    configs = candidates("fused_a", n, k, tokens, GEMM_GPU)
     return {
         "kind": f"{n}x{k}",
         "n": n,
@@ -62,11 +64,6 @@ def test_gemm_summary_names_the_bars() -> None:
     assert s["strided_over_packed"] == pytest.approx(1.0)
     assert s["waiting_over_static"] == pytest.approx(1.5)
     assert s["invariant_over_dispatched"] == pytest.approx(1.05)
-
-
-def test_no_table_is_made_from_gemm_results() -> None:
-    with pytest.raises(ValueError, match="no table is made from results of bench gemm"):
-        report.shipped_table(gemm_document(gemm_entry()))
 
 
 def test_the_gemm_page_shows_what_was_measured() -> None:
@@ -181,26 +178,24 @@ def test_the_best_of_the_tables_fit_the_number_of_tokens() -> None:
     from k3cupy.bench.linear import best_of_table
 
     for tokens in (1, 3, 9, 16):
-        found = best_of_table(Target(2112, 7168, tokens), GEMM_GPU)
+        found = best_of_table(GemmTarget(2112, 7168, tokens), GEMM_GPU)
         assert len(found) == 3
         for each in found:
-            rows = each.config.tile_m if each.backend == "fused_a" else each.config.num_rows
+            rows = each.config.tile_m if each.kernel == "fused_a" else each.config.num_rows
             assert rows >= tokens
     unknown = DeviceInfo(0, "Unknown GPU", (9, 0), 100, 232_448)
-    assert best_of_table(Target(2112, 7168, 4), unknown) == ()
+    assert best_of_table(GemmTarget(2112, 7168, 4), unknown) == ()
 
 
 @pytest.fixture
 def exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Two runs of the tuner, the second slower and with other candidates ahead."""
-    from k3cupy.tuning import files
-
     monkeypatch.setenv("K3CUPY_CACHE_DIR", str(tmp_path / "cache"))
     use_fake_gpu(monkeypatch)
     paths = [tmp_path / "run1.json", tmp_path / "run2.json"]
     for path, meter in zip(paths, (FakeMeter(), FakeMeter(us=slower)), strict=True):
         found = tune_with(meter, tokens=[1, 8], again=True)
-        files.write_export(path, found.entries, GPU, commit="0123")
+        files.write_export(path, GEMM, found.entries, GPU, commit="0123")
     return paths
 
 
@@ -214,91 +209,112 @@ def apply(*arguments: str | Path) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """The rows of a table, each with the name of its problem."""
+    problems = parts_of(path.read_text(encoding="utf-8"))[1]
+    return [{"problem": name, **row} for name, rows in problems.items() for row in rows]
+
+
 def test_exports_of_the_tuner_make_the_shipped_table(exports: list[Path], tmp_path: Path) -> None:
-    table = tmp_path / "tables/gpu.json"
-    assert apply(*exports, "--table", table) == (0, "")
-    made = json.loads(table.read_text())
-    assert made["about"] == "Measured by `python -m k3cupy tune`, the mean of 2 runs."
-    one, two = (json.loads(path.read_text())["entries"] for path in exports)
-    assert len(made["entries"]) == len(one) == 4
-    for row, a, b in zip(made["entries"], one, two, strict=True):
-        runs = [list(_all_us(entry)) for entry in (a, b)]
+    table = tmp_path / "tables/test_gpu/gemm.json"
+    assert apply(*exports, "--tables", tmp_path / "tables") == (0, f"wrote {table}\n")
+    about = "Measured by `python -m k3cupy tune`, the mean of 2 runs."
+    assert parts_of(table.read_text())[0]["about"] == about
+    made, one, two = map(rows_of, (table, *exports))
+    assert len(made) == len(one) == 4
+    for row, a, b in zip(made, one, two, strict=True):
+        runs = [list(_all_us(found)) for found in (a, b)]
         level = sum(map(min, runs)) / 2
-        assert row["linear_us"] == pytest.approx(
-            level * (a["linear_us"] / min(runs[0]) + b["linear_us"] / min(runs[1])) / 2, abs=1e-3
-        )
-        chosen = row["chosen"]
-        assert row["us"][chosen["backend"]][chosen["config"]] == min(_all_us(row))
+        slower = [r["us"]["linear"] / min(us) for r, us in zip((a, b), runs, strict=True)]
+        assert row["us"]["linear"] == pytest.approx(level * sum(slower) / 2, abs=1e-3)
+        assert "preferred" not in row
 
 
-def _all_us(entry: dict[str, Any]) -> list[float]:
-    return [entry["linear_us"], *(us for found in entry["us"].values() for us in found.values())]
+def _all_us(row: dict[str, Any]) -> list[float]:
+    linear, *kernels = row["us"].values()
+    return [linear, *(us for found in kernels for us in found.values())]
 
 
 def test_one_export_is_the_table(exports: list[Path], tmp_path: Path) -> None:
-    table = tmp_path / "table.json"
-    assert apply(exports[0], "--table", table) == (0, "")
-    assert json.loads(table.read_text()) == json.loads(exports[0].read_text())
+    assert apply(exports[0], "--tables", tmp_path)[0] == 0
+    assert (tmp_path / "test_gpu/gemm.json").read_text() == exports[0].read_text()
 
 
 def later_run(path: Path, tokens: int, faster: float) -> None:
     """Make a run one of later kernels, of some of its products, with ours so much faster."""
-    later = json.loads(path.read_text())
-    kept = [row for row in later["entries"] if row["tokens"] == tokens]
-    assert 0 < len(kept) < len(later["entries"])
+    header, _ = parts_of(path.read_text())
+    rows = rows_of(path)
+    kept = [entry_of(row["problem"], row) for row in rows if row["size"] == tokens]
+    assert 0 < len(kept) < len(rows)
     entries = []
-    for entry in (entry_of(row, USER) for row in kept):
+    for entry in kept:
         times = {c: us if c == LINEAR else us / faster for c, us in times_of(entry).items()}
-        entries.append(entry_from(Target(*entry.key), times).fields())
-    path.write_text(
-        json.dumps({**later, "sources": "later", "date": "2027-01-01", "entries": entries})
-    )
+        entries.append(entry_from(*entry.key, times))
+    path.write_text(table_text({**header, "sources": "later", "date": "2027-01-01"}, entries))
 
 
 @pytest.mark.parametrize("faster", [2.0, 0.25])
 def test_runs_of_later_kernels(exports: list[Path], tmp_path: Path, faster: float) -> None:
     """They replace what they measured, unless that was clearly faster; what stays is dated."""
-    first = json.loads(exports[0].read_text())
     later_run(exports[1], 8, faster)
-    table = tmp_path / "table.json"
-    assert apply(*exports, "--table", table) == (0, "")
-    made, second = (json.loads(path.read_text()) for path in (table, exports[1]))
-    assert made["about"].endswith(", 2 runs of 2 versions of the kernels.")
-    assert (made["sources"], made["date"]) == ("later", "2027-01-01")
-    assert len(made["entries"]) == len(first["entries"])
-    for row, before in zip(made["entries"], first["entries"], strict=True):
-        is_later = row["tokens"] == 8 and faster > 1
-        after = {entry["residual"]: entry for entry in second["entries"]}[row["residual"]]
-        want = after if is_later else before
-        assert row["linear_us"] == pytest.approx(want["linear_us"], abs=1e-4)
-        assert row["chosen"] == want["chosen"]
-        stamp = (None, None) if is_later else (first["date"], first["sources"])
+    assert apply(*exports, "--tables", tmp_path)[0] == 0
+    table = tmp_path / "test_gpu/gemm.json"
+    header, before = parts_of(table.read_text())[0], parts_of(exports[0].read_text())[0]
+    assert header["about"].endswith(", 2 runs of 2 versions of the kernels.")
+    assert (header["sources"], header["date"]) == ("later", "2027-01-01")
+    made, first, second = map(rows_of, (table, *exports))
+    assert len(made) == len(first)
+    after = {row["problem"]: row for row in second}
+    for row, earlier in zip(made, first, strict=True):
+        is_later = row["size"] == 8 and faster > 1
+        want = after[row["problem"]] if is_later else earlier
+        assert _all_us(row) == pytest.approx(_all_us(want), abs=1e-4)
+        stamp = (None, None) if is_later else (before["date"], before["sources"])
         assert (row.get("date"), row.get("sources")) == stamp
 
 
+def test_every_family_gets_its_table(exports: list[Path], tmp_path: Path) -> None:
+    """Without the framework's linear beside it, later kernels always replace the earlier."""
+    options: dict[str, Any] = {"op": "mla_decode", "kinds": ["fp8+fp8"], "again": True}
+    paths = [tmp_path / "decode1.json", tmp_path / "decode2.json"]
+    for path, slower_by in zip(paths, (1, 4), strict=True):
+        meter = FakeMeter(us=lambda t, c, effort, f=slower_by: f * made_up_us(t, c))
+        found = tune_with(meter, **options)
+        files.write_export(path, "mla_decode", found.entries, GPU, commit="0123")
+    paths[1].write_text(paths[1].read_text().replace('"sources": "', '"sources": "later'))
+    code, output = apply(*exports, *paths, "--tables", tmp_path)
+    names = ("gemm", "mla_decode")
+    assert code == 0
+    assert output.split() == [w for n in names for w in ("wrote", f"{tmp_path}/test_gpu/{n}.json")]
+    made, second = rows_of(tmp_path / "test_gpu/mla_decode.json"), rows_of(paths[1])
+    assert made == second
+
+
 def test_what_makes_no_table_is_one_clear_line(exports: list[Path], tmp_path: Path) -> None:
-    table, page = tmp_path / "table.json", tmp_path / "page.md"
+    page = tmp_path / "page.md"
     page.write_text("")
-    code, output = apply(exports[0], "--table", table, "--page", page)
-    assert code == 2 and "files of `tune --export` make a table" in output
-    other = json.loads(exports[1].read_text())
-    exports[1].write_text(json.dumps({**other, "gpu": "NVIDIA B200"}))
-    code, output = apply(*exports, "--table", table)
+    for options in ([], ["--tables", tmp_path, "--page", page]):
+        code, output = apply(exports[0], *options)
+        assert code == 2 and "say --tables with files of `tune --export`, or --page" in output
+    exports[1].write_text(exports[1].read_text().replace("Test GPU", "NVIDIA B200"))
+    code, output = apply(*exports, "--tables", tmp_path)
     assert (code, output) == (1, "Error: expected runs of one gpu, got NVIDIA B200, Test GPU\n")
     gemm = tmp_path / "gemm.json"
     gemm.write_text(json.dumps(gemm_document(gemm_entry())))
-    code, output = apply(gemm, "--table", table)
-    assert (code, output) == (1, "Error: no table is made from results of bench gemm\n")
+    code, output = apply(gemm, "--tables", tmp_path)
+    assert code == 1 and output.startswith("Error: import: expected a file made by")
+    assert not list(tmp_path.glob("*/*.json"))
 
 
 def test_the_shipped_gemm_table_is_what_the_committed_runs_give(tmp_path: Path) -> None:
-    files = sorted((ROOT / "benchmarks/results").glob("tune_h200_run*.json"))
-    if not files:
+    runs = sorted((ROOT / "benchmarks/results").glob("tune_h200_run*.json"))
+    if not runs:
         pytest.skip("there are no runs of the tuner beside this package")
-    table = tmp_path / "table.json"
-    assert apply(*files, "--table", table) == (0, "")
-    shipped = ROOT / "k3cupy/ops/tables/gemm/nvidia_h200.json"
-    assert table.read_text() == shipped.read_text(encoding="utf-8")
+    assert apply(*runs, "--tables", tmp_path)[0] == 0
+    made, shipped = (
+        folder / "nvidia_h200/gemm.json" for folder in (tmp_path, ROOT / "k3cupy/choose/tables")
+    )
+    assert made.read_text() == shipped.read_text(encoding="utf-8")
 
 
 @pytest.mark.gpu

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from toolchain_helpers import fake_gpu
+from fake_device import H200
+from toolchain_helpers import FakeGpu, fake_gpu
 
 import k3cupy
 from k3cupy.cli import main
+from k3cupy.runtime import devices
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch finds a GPU")
 
@@ -128,6 +130,12 @@ def test_config_info_reports_a_wrong_source_dir(monkeypatch: pytest.MonkeyPatch)
 # warmup
 
 
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    monkeypatch.setattr(devices, "info", lambda _: H200)
+    return fake_gpu(monkeypatch)
+
+
 @needs_no_gpu
 @pytest.mark.parametrize("options", [(), ("--device", "0")], ids=["current device", "device 0"])
 def test_warmup_without_a_gpu_is_one_clear_line(options: tuple[str, ...]) -> None:
@@ -158,10 +166,7 @@ def test_warmup_with_wrong_options_is_one_clear_line(
     assert re.fullmatch(f"Error: {name}: expected .*, got {found}", output.strip())
 
 
-def test_warmup_compiles_for_promises_formats_and_layouts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    gpu = fake_gpu(monkeypatch)
+def test_warmup_compiles_for_promises_formats_and_layouts(gpu: FakeGpu) -> None:
     options = ("--query-fp8", "--kv-inputs-ready", "--unaligned", "--dtype", "float16")
     code, _ = run("warmup", "--kv-cache", "bf16", *options)
     assert code == 0
@@ -170,8 +175,7 @@ def test_warmup_compiles_for_promises_formats_and_layouts(
     assert ", false, true, false, " in name, "no RoPE, the promise, not aligned"
 
 
-def test_warmup_compiles_the_prefill_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = fake_gpu(monkeypatch)
+def test_warmup_compiles_the_prefill_kernels(gpu: FakeGpu) -> None:
     code, output = run("warmup", "--op", "mla_prefill", "--rope", "--kv-cache", "fp8")
     assert code == 0
     assert f"{len(gpu.compiled)} kernels are ready" in output
@@ -183,16 +187,14 @@ def test_warmup_compiles_the_prefill_kernels(monkeypatch: pytest.MonkeyPatch) ->
     assert {name.split(", ")[1] for name in casts} == {"false", "true"}, "k_pe of both types"
 
 
-def test_warmup_of_one_prefill_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = fake_gpu(monkeypatch)
+def test_warmup_of_one_prefill_operation(gpu: FakeGpu) -> None:
     code, _ = run("warmup", "--op", "fused_mla_kv_concat", "--unaligned")
     assert code == 0
     (name,) = gpu.compiled
     assert name.startswith("k3cupy::mla_kv_concat<false, ")
 
 
-def test_warmup_says_how_many_are_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = fake_gpu(monkeypatch)
+def test_warmup_says_how_many_are_ready(gpu: FakeGpu) -> None:
     code, output = run("warmup", "--kv-cache", "bf16", "--kv-cache", "fp8", "--rope")
     assert code == 0
     assert f"{len(gpu.compiled)} kernels are ready" in output

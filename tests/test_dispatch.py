@@ -20,7 +20,7 @@ from toolchain_helpers import fake_gpu
 import k3cupy
 from k3cupy import Choice, projections
 from k3cupy.choose import gemm
-from k3cupy.choose.gemm import ALL, NOT_INVARIANT, TOKENS, choose, problem_of
+from k3cupy.choose.gemm import ALL, TOKENS, choose, problem_of
 from k3cupy.choose.table import Entry, tables_of
 from k3cupy.runtime import devices
 from k3cupy.runtime.devices import DeviceInfo
@@ -283,7 +283,8 @@ def test_public_figures_are_marked() -> None:
     none = choose(ALL, N, K, 40, B300)
     assert (none.kernel, none.origin) == ("linear", "public")
     assert none.reason == (
-        "public figures for sm_103, not measured by us, name no kernel for bfloat16 2112x7168 at M = 40"
+        "public figures for sm_103, not measured by us, name no kernel for bfloat16 2112x7168 at "
+        "M = 40"
     )
 
 

@@ -146,8 +146,8 @@ def test_a_call_reaches_the_kernel_of_the_plan(gpu: DispatchDevice) -> None:
     wanted = choose(ALL, N, K, 16, H200)
     assert wanted.kernel == "fused_a"
     name = wanted.config.name_expression(fused_a_gemm.Variant())
-    wanted = replace(wanted, name_expression=name, pdl=True)
-    assert k3cupy.explain_low_latency_gemm(x, weight) == wanted
+    completed = replace(wanted, name_expression=name, pdl=True)
+    assert k3cupy.explain_low_latency_gemm(x, weight) == completed
     assert len(k3cupy.dispatch_report()) == 0, "explaining counts nothing"
     out = k3cupy.try_low_latency_gemm(x, weight)
     assert out.shape == (16, N)
@@ -340,6 +340,16 @@ def test_the_report() -> None:
     assert k3cupy.dispatch_report().calls == 1
 
 
+def test_a_product_is_one_line_of_the_report_whatever_its_layout(gpu: DispatchDevice) -> None:
+    """Its rows packed or apart, with the promise and without: nothing that a line would show."""
+    weight = normal((N, K), 1)
+    for x in (normal((16, K), 2), torch.zeros(16, 6288, dtype=BF16)[:, :K]):
+        for promise in (False, True):
+            k3cupy.low_latency_linear(x, weight, weight_is_static=promise)
+    assert len(set(gpu.loaded)) == 4
+    assert only_row().calls == 4
+
+
 def test_many_tokens_share_a_line_of_the_report(gpu: DispatchDevice) -> None:
     """However long prefills are: neither the report nor the log grows with their lengths."""
     weight = normal((N, K), 1)
@@ -361,7 +371,7 @@ def test_one_log_line_for_each_new_decision(
         k3cupy.low_latency_linear(x, weight)
         k3cupy.try_low_latency_gemm(x.clone(), weight.float())
     ours, fall_back = (record.getMessage() for record in caplog.records)
-    assert ours == f"1536 x 128, M = 4: {k3cupy.explain_low_latency_gemm(x, weight)}"
+    assert ours == f"1536 x 128, M = 4: {choose(ALL, N, K, 4, H200)}"
     start, _, reason = fall_back.partition(": linear: ")
     assert start == "1536 x 128, M = 4"
     assert says(reason, "weight", "float32")

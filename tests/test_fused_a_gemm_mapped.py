@@ -48,7 +48,9 @@ def test_a_launch(device: FakeDevice) -> None:
     x, weight = inputs(9, 100, 128, strides=(136, 1))
     out = op(x, weight, weight_is_static=True, config=MAPPED)
     (name,) = device.loaded
-    assert name.startswith("k3cupy::fused_a_gemm_mapped_x<16, 32, 128, 4, 3, 4, 1, 1, 2, 16, ")
+    assert name.startswith(
+        "k3cupy::fused_a_gemm_mapped_x<16, 32, 128, 4, 3, 4, 1, 1, 2, k3cupy::Product::kWarp, "
+    )
     assert device.settings["block"] == 32 * (4 + 2 + 1) == MAPPED.block_size
     ((_, arguments),) = device.launches
     w, n, k, x_map, tokens, out_at, out_stride, *residual, rows = arguments
@@ -228,8 +230,8 @@ def test_x_that_a_preceding_kernel_writes_late(has_maps: None) -> None:
     a, b = (torch.empty(16, n, dtype=BF16, device="cuda") for n in (2048, 64))
 
     def chain(**options: Any) -> None:
-        op(x, first, a, config=MAPPED, weight_is_static=True, **options)
-        op(a, second, b, config=replace(MAPPED, split_k=2), weight_is_static=True, **options)
+        op(x, first, out=a, config=MAPPED, weight_is_static=True, **options)
+        op(a, second, out=b, config=replace(MAPPED, split_k=2), weight_is_static=True, **options)
 
     assert wrong_values_of_a_chain(chain, x, (a, b)) == 0
 

@@ -23,9 +23,9 @@ def test_products_that_feed_products() -> None:
     a, b, c = (torch.empty(64, n, dtype=BF16, device="cuda") for n in (2048, 64, 64))
 
     def chain(**options: Any) -> None:
-        op(x, first, a, **options)
-        op(a, second, b, **options)
-        op(second, a, c, **options)  # what the first product wrote is the weight here
+        op(x, first, out=a, **options)
+        op(a, second, out=b, **options)
+        op(second, a, out=c, **options)  # what the first product wrote is the weight here
 
     assert wrong_values_of_a_chain(chain, x, (a, b, c)) == 0
     assert_product(a, x, first)
@@ -55,7 +55,7 @@ def test_case05_chain_of_gemm_epilogue_and_framework(padding_only: bool) -> None
     rows_seen = torch.empty(tokens, 576, dtype=torch.int16, device="cuda")
 
     def step() -> None:
-        op(x, weight, gemm, weight_is_static=True)
+        op(x, weight, out=gemm, weight_is_static=True)
         k3cupy.fused_mla_decode_q_concat_kv_cache_insert(
             ql_nope, q_pe, gemm[:, 1536:2048], gemm[:, 2048:], cache, slots, out=mqa_q
         )
@@ -69,7 +69,7 @@ def test_case05_chain_of_gemm_epilogue_and_framework(padding_only: bool) -> None
     want = torch.empty_like(gemm)
     for i in range(2000):
         x.copy_(x.roll(1, 1) if i % 7 else -x)
-        op(x, weight, want, pdl=False)
+        op(x, weight, out=want, pdl=False)
         gemm.fill_(float("nan"))
         mqa_q.fill_(float("nan"))
         rows.copy_(poison)

@@ -92,7 +92,7 @@ def test_clusters_add_it_once(split: int) -> None:
         same_bits(results[0], results[1])
         for config in (base, wide):
             out = residual.clone()
-            same_bits(op(x, weight, out, residual=out, config=config), results[0])
+            same_bits(op(x, weight, out=out, residual=out, config=config), results[0])
 
 
 # Producers and huge strides
@@ -137,7 +137,7 @@ def test_rows_more_than_2_31_bytes_apart(needs_memory: None) -> None:
     wide.copy_(residual)
     want = op(x, weight, residual=residual)
     same_bits(op(x, weight, residual=wide), want)
-    same_bits(op(x, weight, wide, residual=wide).contiguous(), want)
+    same_bits(op(x, weight, out=wide, residual=wide).contiguous(), want)
 
 
 # Graphs
@@ -156,7 +156,7 @@ def test_a_chain_that_adds_in_place(tokens: int, static: bool) -> None:
     def chain() -> None:
         out.copy_(start)
         for _ in range(8):
-            op(x, weight, out, residual=out, **options)
+            op(x, weight, out=out, residual=out, **options)
 
     options["pdl"] = False
     chain()

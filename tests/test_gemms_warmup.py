@@ -33,6 +33,10 @@ WRONG_FOR_BOTH: list[tuple[str, Any, str]] = [
     ("split", 1, "1"),
     ("query_fp8", False, "False"),
     ("device", 7, "7"),
+    ("residual", 1, "1"),
+    ("vector", "yes", "'yes'"),
+    ("weight_is_static", None, "None"),
+    ("residual", [True, 0], r"\[True, 0\]"),
 ]
 NOT_THEIRS = {"kv_cache", "rope", "split", "query_fp8"}
 

@@ -66,7 +66,7 @@ def test_the_kernels_of_the_benchmark_compile() -> None:
     ]
     assert len(compile_cubin("bench/public_structure.cu", names, "sm_90").symbols) == 8
     names = ["k3cupy::empty_kernel", "k3cupy::read_all"]
-    assert len(compile_cubin("bench/chain.cu", names, "sm_90").symbols) == 2
+    assert len(compile_cubin("tuning/chain.cu", names, "sm_90").symbols) == 2
     assert compile_cubin("bench/row_copy.cu", ["k3cupy::copy_rows"], "sm_90").symbols
 
 

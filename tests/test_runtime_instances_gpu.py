@@ -257,7 +257,7 @@ def test_the_driver_sees_no_local_memory() -> None:
             variant = Variant("bfloat16", cache="ds_mla", rope=rope)
             loaded = instances.load(config.instance(variant), torch.cuda.current_device())
             assert loaded.function.local_size_bytes == 0
-            assert loaded.registers * config.block_size <= 65_536
+            assert loaded.function.num_regs * config.block_size <= 65_536
 
 
 def test_config_of_this_machine() -> None:

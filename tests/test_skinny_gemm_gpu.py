@@ -118,7 +118,7 @@ def test_as_many_blocks_fit_as_the_choice_counts_on() -> None:
     for config in (BASE, k3cupy.SkinnyGemmConfig(1, 224, 2, 4, 8)):
         loaded = instances.load(config.instance(VARIANT()), 0)
         assert loaded.function.local_size_bytes == 0
-        assert loaded.registers <= config.registers
+        assert loaded.function.num_regs <= config.registers
 
 
 # Sizes, and the ends of allocations

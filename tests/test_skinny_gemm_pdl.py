@@ -25,8 +25,8 @@ def test_products_that_feed_products_of_both_kinds() -> None:
 
     def chain(**options: Any) -> None:
         op(x, first, out=a, **options)
-        op(a, second, x, b, **options)
-        k3cupy.fused_a_gemm(a, second, c, residual=b, **options)
+        op(a, second, x, out=b, **options)
+        k3cupy.fused_a_gemm(a, second, out=c, residual=b, **options)
         op(b, c, out=d, **options)  # what the product before wrote is the weight here
 
     assert wrong_values_of_a_chain(chain, x, (a, b, c, d)) == 0
@@ -60,7 +60,7 @@ def test_case05_chain_of_gemm_epilogue_and_framework() -> None:
         k3cupy.fused_mla_decode_q_concat_kv_cache_insert(
             ql_nope, q_pe, rows[:, 1536:2048], rows[:, 2048:], cache, slots, out=mqa_q
         )
-        op(mqa_q.view(tokens, -1), back, stream, stream, weight_is_static=True, **options)
+        op(mqa_q.view(tokens, -1), back, stream, out=stream, weight_is_static=True, **options)
         torch.add(stream.view(torch.int16), 0, out=seen)
 
     step()

@@ -9,7 +9,7 @@ import torch
 
 from k3cupy.runtime import devices
 from k3cupy.runtime.devices import DeviceInfo
-from k3cupy.timing import environment
+from k3cupy.timing import cold, environment, graphs
 from k3cupy.timing.products import Product
 
 BF16 = torch.bfloat16
@@ -83,15 +83,27 @@ def test_a_package_inside_somebodys_checkout_has_no_commit(
 
 @pytest.mark.gpu
 def test_recorded_bodies_are_timed_again_and_again() -> None:
-    from k3cupy.timing.cold import Effort, Recorded, Timer
-
     weights = [torch.randn(96, 256, device="cuda", dtype=BF16) for _ in range(3)]
     product = Product(96, 256, 5)
-    recorded = Recorded(weights)
-    recorded.record("linear", product.linear)
+    recorded = graphs.Recorded(cold.launches_of(weights))
+    recorded.record("linear", graphs.in_turns(product.linear, weights))
     assert "linear" in recorded and "ours" not in recorded
-    for effort in (Effort(rounds=1, replays=1, warm=0), Effort()):
+    for effort in (graphs.Effort(rounds=1, replays=1, warm=0), graphs.Effort()):
         (us,) = recorded.measure(["linear"], effort)
         assert 0 < us < 1000
-    timer = Timer(weights, Effort(rounds=1))
+    timer = cold.Timer(weights, graphs.Effort(rounds=1))
     assert all(0 < us < 1000 for us in (*timer.cold([product.linear] * 2), *timer.hot([torch.abs])))
+
+
+def test_sets_of_tensors_take_turns() -> None:
+    met: list[str] = []
+    body = graphs.in_turns(met.append, ["a", "b", "c"])
+    for _ in range(4):
+        body()
+    assert met == ["a", "b", "c", "a"]
+
+
+def test_a_graph_holds_every_weight() -> None:
+    assert cold.launches_of([torch.empty(96, 256)] * 3) == 60
+    assert cold.launches_of([torch.empty(96, 256)] * 700) == 700
+    assert cold.launches_of([torch.empty(7168, 14336, device="meta")] * 2) == 16

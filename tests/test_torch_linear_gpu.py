@@ -106,7 +106,7 @@ def test_the_report_names_what_runs() -> None:
 def test_a_layer_without_a_plan_is_left_alone() -> None:
     layer = nn.Linear(250, 64, bias=False, dtype=BF16, device="cuda")
     report = k3cupy.enable_low_latency_gemm(layer)
-    assert says(report[""].reason, "x", "K = 250")
+    assert says(report[""].reason, "x", "^250")
     assert type(layer) is nn.Linear
 
 

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from k3cupy.dispatch import presets
-from k3cupy.dispatch import tune as tuning
-from k3cupy.ops.gemm_entry import FUSED_A, SKINNY, Choice, GemmEntry
 from tune_helpers import GPU, H200, LINEAR_US, FakeMeter, made_up_us, run, use_fake_gpu
 
 import k3cupy
-from k3cupy.ops import fused_a_gemm_choice, gemm_tables, skinny_gemm_choice
+from k3cupy import projections
+from k3cupy.choose import cache, gemm
+from k3cupy.choose.gemm import FUSED_A, SKINNY
+from k3cupy.choose.table import Entry
 from k3cupy.timing.products import Product
-from k3cupy.tuning.candidates import (
-    LINEAR,
-    Candidate,
-    Target,
-    candidates,
-    targets,
-)
-from k3cupy.tuning.cuda_meter import call_of
+from k3cupy.tuning import tune as tuning
 from k3cupy.tuning.engine import Effort, measure, measure_all
+from k3cupy.tuning.entries import LINEAR, Candidate, entry_from
+from k3cupy.tuning.targets import GemmTarget, Target, gemm_targets
 
 SHAPE = (2112, 7168)
-HERE = Target(*SHAPE, 8)
+HERE = GemmTarget(*SHAPE, 8)
 
 
 @pytest.fixture(autouse=True)
@@ -38,27 +34,27 @@ def own_cache(
     if request.node.get_closest_marker("gpu") is None:
         use_fake_gpu(monkeypatch)
     yield
-    gemm_tables.reload()
+    cache.reload()
 
 
 # Which weights
 
 
 def test_presets_take_their_degree_and_what_every_gpu_holds_whole() -> None:
-    tp8 = presets.preset_shapes("kimi-k3-tp8")
+    tp8 = projections.preset_shapes("kimi-k3-tp8")
     assert len(tp8) == 13
     assert (2112, 7168) in tp8, "replicated"
     assert (7168, 14336) in tp8, "nothing is said of its degree"
-    assert (7168, 768) in tp8 and (7168, 768) in presets.preset_shapes("kimi-k3-tp16")
-    assert (4608, 1536) not in tp8 and (4608, 1536) in presets.preset_shapes("kimi-k3-tp4")
-    assert len(presets.preset_shapes("kimi-k3")) == 28
-    every = {s for name in presets.preset_names()[1:] for s in presets.preset_shapes(name)}
-    assert every == set(presets.preset_shapes("kimi-k3"))
+    assert (7168, 768) in tp8 and (7168, 768) in projections.preset_shapes("kimi-k3-tp16")
+    assert (4608, 1536) not in tp8 and (4608, 1536) in projections.preset_shapes("kimi-k3-tp4")
+    assert len(projections.preset_shapes("kimi-k3")) == 28
+    every = {s for name in projections.preset_names()[1:] for s in projections.preset_shapes(name)}
+    assert every == set(projections.preset_shapes("kimi-k3"))
 
 
 def test_an_unknown_preset_is_refused_with_the_names() -> None:
     with pytest.raises(ValueError, match=r"preset: expected kimi-k3 or .*-tp16, got 'kimi-k2'"):
-        presets.preset_shapes("kimi-k2")
+        projections.preset_shapes("kimi-k2")
 
 
 class Block(torch.nn.Module):
@@ -88,8 +84,8 @@ def no_module() -> int:
 
 @pytest.mark.parametrize("name", ["Block", "a_block", "make_block"])
 def test_the_shapes_of_a_module(name: str) -> None:
-    assert presets.module_shapes(f"test_tune:{name}") == ((96, 256), (256, 96))
-    assert presets.module_shapes(a_block) == ((96, 256), (256, 96))
+    assert projections.module_shapes(f"test_tune:{name}") == ((96, 256), (256, 96))
+    assert projections.module_shapes(a_block) == ((96, 256), (256, 96))
 
 
 @pytest.mark.parametrize(
@@ -104,27 +100,36 @@ def test_the_shapes_of_a_module(name: str) -> None:
 )
 def test_what_is_no_module_is_refused(module: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
-        presets.module_shapes(module)
+        projections.module_shapes(module)
 
 
 def test_shapes_are_named_in_one_way() -> None:
     with pytest.raises(ValueError, match="one of shapes, preset and module, got none of them"):
-        tuning.shapes_of()
+        tuning.targets_of("low_latency_linear")
     with pytest.raises(ValueError, match="got shapes and preset"):
-        tuning.shapes_of([SHAPE], preset="kimi-k3")
-    assert tuning.shapes_of([SHAPE]) == (SHAPE,)
-    assert tuning.shapes_of(module=a_block) == ((96, 256), (256, 96))
+        tuning.targets_of("low_latency_linear", shapes=[SHAPE], preset="kimi-k3")
+    (found,) = tuning.targets_of(
+        "low_latency_linear", shapes=[SHAPE], tokens=[8], residual=False, module=None
+    )
+    assert found == HERE
+    of_module = tuning.targets_of("low_latency_linear", module=a_block, tokens=[8])
+    assert [t.problem for t in of_module] == [
+        "bfloat16 96x256",
+        "bfloat16 256x96",
+        "bfloat16 96x256 + residual",
+        "bfloat16 256x96 + residual",
+    ]
 
 
 # What is measured
 
 
 def test_classes_come_first_and_residuals_last() -> None:
-    found = targets([SHAPE, (96, 256)], (2, 8, 12, 16), residual=True)
+    found = products([SHAPE, (96, 256)], (2, 8, 12, 16), residual=True)
     plain = [(t.n, t.tokens) for t in found if not t.residual]
     assert plain == [(n, m) for n in (2112, 96) for m in (8, 16, 2, 12)]
     assert [t.residual for t in found] == [False] * 8 + [True] * 8
-    assert len(targets([SHAPE, SHAPE], (8, 8), residual=False)) == 1
+    assert len(products([SHAPE, SHAPE], (8, 8))) == 1
 
 
 @pytest.mark.parametrize(
@@ -141,66 +146,71 @@ def test_classes_come_first_and_residuals_last() -> None:
 )
 def test_what_no_table_can_list_is_refused(shapes: Any, tokens: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        tuning.prepare(shapes, tokens, device=0)
+        products(shapes, tokens)
 
 
-def entry_of(target: Target, order: int = 1) -> GemmEntry:
+def products(shapes: Any, tokens: Any, *, residual: bool = False) -> list[GemmTarget]:
+    found = gemm_targets(shapes, tokens, residual=residual)
+    return [target for target in found if isinstance(target, GemmTarget)]
+
+
+def candidates(target: Target, known: Any = None) -> tuple[Candidate, ...]:
+    return target.candidates(known or {}, GPU)
+
+
+def entry_of(target: GemmTarget, order: int = 1) -> Entry:
     """An entry in which the candidates take 10, 11, ... us in their order, or backwards."""
-    given = candidates(target, {}, GPU)[::order]
-    times: dict[str, dict[Any, float]] = {FUSED_A: {}, SKINNY: {}}
-    for i, c in enumerate(given):
-        times[c.backend][c.config] = 10.0 + i
-    first = Choice(given[0].backend, given[0].config)
-    return GemmEntry(*target.key, LINEAR_US, times, first)
+    given = candidates(target)[::order]
+    return entry_from(*target.key, {LINEAR: LINEAR_US} | {c: 10.0 + i for i, c in enumerate(given)})
 
 
 def test_a_class_has_every_candidate() -> None:
-    fused = fused_a_gemm_choice.candidates(*SHAPE, 8, GPU)
-    skinny = skinny_gemm_choice.candidates(*SHAPE, 8, GPU)
+    fused = gemm.candidates(FUSED_A, *SHAPE, 8, GPU)
+    skinny = gemm.candidates(SKINNY, *SHAPE, 8, GPU)
     want = {Candidate(FUSED_A, c) for c in fused} | {Candidate(SKINNY, c) for c in skinny}
-    assert set(candidates(HERE, {}, GPU)) == want
-    beyond = candidates(Target(*SHAPE, 16), {}, GPU)
-    assert {c.backend for c in beyond} == {FUSED_A}, "skinny ends at 8 tokens"
+    assert set(candidates(HERE)) == want
+    beyond = candidates(GemmTarget(*SHAPE, 16))
+    assert {c.kernel for c in beyond} == {FUSED_A}, "skinny ends at 8 tokens"
 
 
 def test_between_classes_only_the_best_of_the_neighbours_are_measured() -> None:
-    one, eight = Target(*SHAPE, 1), Target(*SHAPE, 8)
+    one, eight = GemmTarget(*SHAPE, 1), GemmTarget(*SHAPE, 8)
     known = {one.key: entry_of(one), eight.key: entry_of(eight, order=-1)}
-    found = [c for c in candidates(Target(*SHAPE, 4), known, GPU) if c.backend == FUSED_A]
-    fused = _of_backend(FUSED_A, eight)
+    found = [c for c in candidates(GemmTarget(*SHAPE, 4), known) if c.kernel == FUSED_A]
+    fused = _of_kernel(FUSED_A, eight)
     assert found == [*fused[:-5:-1], *fused[:4]]
-    twelve = Target(*SHAPE, 12)
-    sixteen = Target(*SHAPE, 16)
+    twelve = GemmTarget(*SHAPE, 12)
+    sixteen = GemmTarget(*SHAPE, 16)
     known[sixteen.key] = entry_of(sixteen)
-    assert list(candidates(twelve, known, GPU)) == list(candidates(sixteen, {}, GPU))[:4]
-    assert candidates(twelve, {}, GPU) == candidates(sixteen, {}, GPU), "nothing is known"
+    assert list(candidates(twelve, known)) == list(candidates(sixteen))[:4]
+    assert candidates(twelve) == candidates(sixteen), "nothing is known"
 
 
 def test_with_a_residual_the_two_best_of_each_kernel_are_measured() -> None:
     known = {HERE.key: entry_of(HERE)}
-    found = candidates(Target(*SHAPE, 8, residual=True), known, GPU)
-    assert [c.backend for c in found] == [FUSED_A, FUSED_A, SKINNY, SKINNY]
-    every = candidates(HERE, {}, GPU)
+    found = candidates(GemmTarget(*SHAPE, 8, residual=True), known)
+    assert [c.kernel for c in found] == [FUSED_A, FUSED_A, SKINNY, SKINNY]
+    every = candidates(HERE)
     assert found[:2] == every[:2]
 
 
 def test_a_depth_that_only_skinny_takes() -> None:
-    found = candidates(Target(96, 24, 2), {}, GPU)
-    assert {c.backend for c in found} == {SKINNY}
-    assert candidates(Target(96, 24, 16), {}, GPU) == ()
+    found = candidates(GemmTarget(96, 24, 2))
+    assert {c.kernel for c in found} == {SKINNY}
+    assert candidates(GemmTarget(96, 24, 16)) == ()
     report = run(FakeMeter(), [(96, 24)], [2, 16], residual=False)
-    assert [e.chosen is None for e in report.entries] == [True, False], "classes come first"
+    assert [e.kernel for e in report.entries] == ["linear", SKINNY], "classes come first"
 
 
 @pytest.mark.parametrize("residual", [False, True])
 def test_instances_are_those_of_a_linear_layer(residual: bool) -> None:
     """Packed x, the weight static: what the modules run."""
-    target = Target(*SHAPE, 8, residual)
-    for candidate in candidates(HERE, {}, GPU):
-        name = candidate.instance(target).name_expression
+    target = GemmTarget(*SHAPE, 8, residual)
+    for candidate in candidates(HERE):
+        name = target.instance(candidate).name_expression
         flags = name.rsplit(", ", 4)[1:]
         told = str(residual).lower()
-        if candidate.backend == FUSED_A:
+        if candidate.kernel == FUSED_A:
             assert flags == ["true", "true", "true", f"{told}>"]
         else:
             assert flags[1:] == ["true", told, "true>"]
@@ -209,9 +219,9 @@ def test_instances_are_those_of_a_linear_layer(residual: bool) -> None:
 def test_the_preset_needs_few_instances() -> None:
     """Each is compiled, half a second to a second on one core: that is what tuning takes longest
     for."""
-    wanted = targets(presets.preset_shapes("kimi-k3-tp8"), gemm_tables.TOKENS, residual=False)
+    wanted = products(projections.preset_shapes("kimi-k3-tp8"), None)
     assert len(wanted) == 13 * 14
-    assert len({c.instance(t) for t in wanted for c in candidates(t, {}, H200)}) < 1100
+    assert len({t.instance(c) for t in wanted for c in t.candidates({}, H200)}) < 1100
 
 
 @pytest.mark.parametrize("residual", [False, True])
@@ -220,18 +230,23 @@ def test_a_candidates_call_computes_the_product(device: str, tokens: int, residu
     """On the CPU the kernels' reference."""
     product = Product(96, 256, tokens, residual=residual, device=device)
     weights = [torch.randn(96, 256, device=device, dtype=torch.bfloat16) for _ in range(2)]
-    for backend in (FUSED_A, SKINNY):
-        for candidate in _of_backend(backend, Target(96, 256, tokens))[:2]:
-            call = call_of(product, candidate)
+    for kernel in (FUSED_A, SKINNY):
+        for candidate in _of_kernel(kernel, GemmTarget(96, 256, tokens))[:2]:
+            call = product.call(*candidate)
             call(weights[1])  # the plan is made for one weight and used for all
             assert product.check(call, weights[0]) is None
 
 
-def _of_backend(backend: str, target: Target) -> list[Candidate]:
-    return [c for c in candidates(target, {}, GPU) if c.backend == backend]
+def _of_kernel(kernel: str, target: Target) -> list[Candidate]:
+    return [c for c in candidates(target) if c.kernel == kernel]
 
 
 # How it is measured
+
+
+def chosen(entry: Entry | None) -> Candidate:
+    assert entry is not None
+    return Candidate(entry.kernel, entry.config)
 
 
 def us_of(times: dict[Candidate, float], linear: float = LINEAR_US) -> Any:
@@ -239,7 +254,7 @@ def us_of(times: dict[Candidate, float], linear: float = LINEAR_US) -> Any:
 
 
 def some(count: int) -> list[Candidate]:
-    return _of_backend(FUSED_A, HERE)[:count]
+    return _of_kernel(FUSED_A, HERE)[:count]
 
 
 def test_what_is_clearly_behind_is_glanced_at_once() -> None:
@@ -248,15 +263,16 @@ def test_what_is_clearly_behind_is_glanced_at_once() -> None:
     found = measure(HERE, [a, b, c], meter)
     assert meter.timed_with(Effort.GLANCE) == {LINEAR, a, b, c}
     assert meter.timed_with(Effort.FULL) == {a, b, LINEAR}, "the framework's linear always"
-    assert found.entry.times == {FUSED_A: {a.config: 10.0, b.config: 11.4, c.config: 11.6}}
-    assert found.entry.chosen == Choice(FUSED_A, a.config)
+    want = {LINEAR: LINEAR_US, a: 10.0, b: 11.4, c: 11.6}
+    assert found.entry == entry_from(*HERE.key, want)
+    assert chosen(found.entry) == a
     assert found.entry.linear_us == LINEAR_US
 
 
 def test_the_best_of_each_kernel_is_timed_in_full() -> None:
     """A direct call of a kernel takes the best of its own."""
     (a,) = some(1)
-    skinny = _of_backend(SKINNY, HERE)[:2]
+    skinny = _of_kernel(SKINNY, HERE)[:2]
     meter = FakeMeter(us=us_of({a: 10.0, skinny[0]: 50.0, skinny[1]: 40.0}))
     measure(HERE, [a, *skinny], meter)
     assert meter.timed_with(Effort.FULL) == {a, skinny[1], LINEAR}
@@ -269,7 +285,7 @@ def test_a_lucky_glance_does_not_leave_a_faster_time_unproven() -> None:
     meter = FakeMeter(us=lambda t, c, effort: (glance if effort is Effort.GLANCE else full)[c])
     entry = measure(HERE, [a, b], meter).entry
     assert entry.times[FUSED_A] == {a.config: 10.0, b.config: 9.6}
-    assert entry.chosen == Choice(FUSED_A, b.config)
+    assert chosen(entry) == b
 
 
 @pytest.mark.parametrize(
@@ -280,12 +296,12 @@ def test_a_close_race_with_the_framework_gets_more_rounds(linear: float, extra: 
     meter = FakeMeter(us=us_of({a: 10.0, b: 11.0}, linear))
     entry = measure(HERE, [a, b], meter).entry
     assert (meter.timed_with(Effort.EXTRA) == {a, LINEAR}) is extra
-    assert (entry.chosen is None) is (linear < 10)
+    assert (chosen(entry) == LINEAR) is (linear < 10)
 
 
 def test_where_the_frameworks_linear_is_as_fast_it_stays() -> None:
     (a,) = some(1)
-    assert measure(HERE, [a], FakeMeter(us=us_of({a: LINEAR_US}))).entry.chosen is None
+    assert chosen(measure(HERE, [a], FakeMeter(us=us_of({a: LINEAR_US}))).entry) == LINEAR
 
 
 def test_what_fails_its_check_is_neither_timed_nor_recorded() -> None:
@@ -294,30 +310,30 @@ def test_what_fails_its_check_is_neither_timed_nor_recorded() -> None:
         us=us_of({a: 1.0, b: 10.0}), why_wrong=lambda t, c: "element (0, 0)" if c == a else None
     )
     found = measure(HERE, [a, b], meter)
-    assert found.entry.times == {FUSED_A: {b.config: 10.0}}
-    assert found.entry.chosen == Choice(FUSED_A, b.config)
+    assert found.entry == entry_from(*HERE.key, {LINEAR: LINEAR_US, b: 10.0})
+    assert chosen(found.entry) == b
     assert found.refused == {a: "element (0, 0)"}
     assert all(a not in given for _, given, _ in meter.timed)
 
 
 def test_where_everything_fails_the_frameworks_linear_is_recorded() -> None:
     report = run(FakeMeter(why_wrong=lambda t, c: "not finite"), tokens=[1])
-    assert all(e.chosen is None and not e.times for e in report.entries)
-    assert len(report.refused) == len(candidates(Target(*SHAPE, 1), {}, GPU))
-    assert all(line.startswith("2112x7168, M = 1, ") for line in report.refused)
-    assert "refused, not recorded: 2112x7168, M = 1, fused_a " in str(report)
+    assert all(e.times == {"linear": {None: LINEAR_US}} for e in report.entries)
+    assert len(report.refused) == len(candidates(GemmTarget(*SHAPE, 1)))
+    assert all(line.startswith("bfloat16 2112x7168, M = 1, ") for line in report.refused)
+    assert "refused, not recorded: bfloat16 2112x7168, M = 1, fused_a " in str(report)
 
 
 def test_compiling_runs_ahead() -> None:
     """Everything is queued before the first product is measured; residuals as they are known."""
-    wanted = targets([SHAPE, (96, 256)], (1, 8), residual=True)
+    wanted = products([SHAPE, (96, 256)], (1, 8), residual=True)
     meter = FakeMeter()
     measuring = measure_all(wanted, {}, meter)
     first = next(measuring)
-    plain = {(t, c) for t in wanted if not t.residual for c in candidates(t, {}, GPU)}
+    plain = {(t, c) for t in wanted if not t.residual for c in candidates(t)}
     assert plain <= set(meter.compiled)
     later = {(t, c) for t, c in meter.compiled if t.residual}
-    assert {t for t, _ in later} == {Target(*first.target.key[:3], residual=True)}
+    assert {t for t, _ in later} == {replace(first.target, residual=True)}
     rest = list(measuring)
     assert len(rest) == len(wanted) - 1
     assert meter.closed == 1
@@ -338,27 +354,23 @@ def test_a_whole_run() -> None:
     meter = FakeMeter()
     report = run(meter)
     assert len(report.entries) == report.num_measured == 28
-    for entry in report.entries:
-        every = [us for times in entry.times.values() for us in times.values()]
-        assert entry.chosen_us == min([*every, entry.linear_us])
-        target = Target(entry.n, entry.k, entry.tokens, entry.residual)
-        assert entry.chosen is not None
-        chosen = Candidate(entry.chosen.backend, entry.chosen.config)
-        assert entry.chosen_us == made_up_us(target, chosen)
+    wanted = products([SHAPE], None, residual=True)
+    for target, entry in zip(wanted, report.entries, strict=True):
+        assert entry.us == min(us for of in entry.times.values() for us in of.values())
+        assert chosen(entry) != LINEAR
+        assert entry.us == made_up_us(target, chosen(entry))
     text = str(report)
     assert "Test GPU: speed-up over the framework's linear" in text
-    assert "2112x7168 + residual" in text
-    assert "28 products measured now, 0 before with the same kernels" in text
+    assert "bfloat16 2112x7168 + residual" in text
+    assert "28 measured now, 0 before with the same kernels" in text
     assert str(report.path) in text
 
 
 def test_the_choices_count_from_now_on() -> None:
-    before = gemm_tables.generation()
     report = run(FakeMeter(), tokens=[8], residual=False)
-    assert gemm_tables.generation() > before
-    found = gemm_tables.entry(*SHAPE, 8, GPU)
-    assert found is not None and found.source == "user cache"
-    assert found.chosen == report.entries[0].chosen
+    found = gemm.choose(gemm.ALL, *SHAPE, 8, GPU)
+    assert found.origin == "user"
+    assert Candidate(found.kernel, found.config) == chosen(report.entries[0])
 
 
 def test_edited_kernels_are_not_tuned(tmp_path: Path) -> None:
@@ -367,7 +379,7 @@ def test_edited_kernels_are_not_tuned(tmp_path: Path) -> None:
         k3cupy.source_dir(tmp_path),
         pytest.raises(ValueError, match=f"sources: expected .*, got edited ones in {tmp_path}"),
     ):
-        tuning.prepare([SHAPE], device=0)
+        tuning.prepare([HERE], device=0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch finds a GPU")

@@ -13,16 +13,18 @@ import pytest
 from click.testing import CliRunner
 from gemm_table_helpers import in_processes
 from helpers import refused, run_child
-from k3cupy.dispatch import tune as tuning
-from k3cupy.ops.gemm_entry import GemmEntry
-from tune_helpers import GPU, H200, FakeMeter, run, use_fake_gpu
+from tune_helpers import GPU, H200, FakeMeter, job, run, use_fake_gpu
 
+from k3cupy.choose import cache
+from k3cupy.choose.table import GEMM, Entry, kernels_digest, parts_of
 from k3cupy.cli import main
-from k3cupy.ops import gemm_cache, gemm_tables
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.tuning import files
-from k3cupy.tuning.candidates import Candidate, Target
-from k3cupy.tuning.report import Watch
+from k3cupy.tuning import tune as tuning
+from k3cupy.tuning.engine import Measured
+from k3cupy.tuning.entries import Candidate
+from k3cupy.tuning.report import watch
+from k3cupy.tuning.targets import Target
 
 SHAPE, SMALL = (2112, 7168), (96, 256)
 
@@ -32,12 +34,16 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     monkeypatch.setenv("K3CUPY_CACHE_DIR", str(tmp_path / "cache"))
     use_fake_gpu(monkeypatch)
     yield
-    gemm_tables.reload()
+    cache.reload()
 
 
-def kept(gpu: DeviceInfo = GPU) -> dict[tuple[int, int, int, bool], GemmEntry]:
+def kept(gpu: DeviceInfo = GPU, family: str = GEMM) -> dict[tuple[str, int], Entry]:
     """The user cache as it is on the disk."""
-    return {e.key: e for e in gemm_cache.read(gemm_cache.path_of(gpu), gpu.name)}
+    return {entry.key: entry for entry in cache.table(family, gpu.name)}
+
+
+def row(tokens: int, shape: tuple[int, int] = SHAPE) -> tuple[str, int]:
+    return f"bfloat16 {shape[0]}x{shape[1]}", tokens
 
 
 # Going on after an interruption
@@ -48,9 +54,9 @@ def test_a_second_run_measures_nothing_and_says_the_same() -> None:
     meter = FakeMeter()
     second = run(meter, tokens=[1, 8])
     assert meter.timed == meter.compiled == []
-    assert [e.chosen for e in second.entries] == [e.chosen for e in first.entries]
+    assert [e.config for e in second.entries] == [e.config for e in first.entries]
     assert second.num_measured == 0
-    assert "0 products measured now, 4 before with the same kernels" in str(second)
+    assert "0 measured now, 4 before with the same kernels" in str(second)
 
 
 def test_again_measures_anew() -> None:
@@ -59,7 +65,7 @@ def test_again_measures_anew() -> None:
     report = run(meter, tokens=[8], again=True)
     assert report.num_measured == 2
     assert {e.linear_us for e in report.entries} == {6.0}
-    assert kept()[(*SHAPE, 1, False)].linear_us == 20.0, "not asked for, not touched"
+    assert kept()[row(1)].linear_us == 20.0, "not asked for, not touched"
 
 
 @pytest.mark.parametrize("calls", [0, 1, 7, 20])
@@ -80,18 +86,18 @@ def test_an_interruption_loses_nothing_that_was_measured(calls: int) -> None:
 def test_an_interruption_while_the_cache_is_written_loses_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    add, calls = gemm_cache.add, []
+    add, calls = cache.add, []
 
-    def interrupted(entries: Any, device: DeviceInfo) -> Path | None:
+    def interrupted(family: str, entries: Any, gpu: DeviceInfo) -> Path | None:
         calls.append(1)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return add(entries, device)
+        return add(family, entries, gpu)
 
-    monkeypatch.setattr(gemm_cache, "add", interrupted)
+    monkeypatch.setattr(cache, "add", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(FakeMeter(), tokens=[1, 8, 16])
-    assert set(kept()) == {(*SHAPE, 1, False), (*SHAPE, 8, False)}
+    assert set(kept()) == {row(1), row(8)}
 
 
 def test_what_is_known_narrows_what_is_measured_later() -> None:
@@ -103,7 +109,7 @@ def test_what_is_known_narrows_what_is_measured_later() -> None:
 
 def test_older_kernels_are_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     run(FakeMeter(), tokens=[8], residual=False)
-    monkeypatch.setattr(gemm_cache, "sources_digest", lambda: "another")
+    monkeypatch.setattr(cache, "kernels_digest", lambda family: "another")
     with pytest.warns(UserWarning, match="kernels of another version"):
         report = run(FakeMeter(), tokens=[8], residual=False)
     assert report.num_measured == 1
@@ -136,9 +142,9 @@ def _tune_in_eight_processes() -> None:
 def test_eight_processes_tune_at_once(tmp_path: Path) -> None:
     env = {"K3CUPY_CACHE_DIR": str(tmp_path / "shared")}
     assert run_child(_tune_in_eight_processes, env=env) == ""
-    (path,) = tmp_path.glob("shared/*/*.json")
-    found = gemm_cache.read(path, GPU.name)
-    assert len(found) == 8 * 4 + 4
+    (path,) = tmp_path.glob("shared/*/*/*.json")
+    _, problems = parts_of(path.read_text())
+    assert sum(map(len, problems.values())) == 8 * 4 + 4
 
 
 # Files to share
@@ -153,23 +159,22 @@ def exported(path: Path) -> dict[str, Any]:
 def export(tmp_path: Path) -> Path:
     """A file with four measurements; the cache is empty again."""
     path = tmp_path / "folder" / "export.json"
-    files.write_export(path, run(FakeMeter(), tokens=[1, 8]).entries, GPU, commit="0123")
-    gemm_cache.path_of(GPU).unlink()
-    gemm_tables.reload()
+    files.write_export(path, GEMM, run(FakeMeter(), tokens=[1, 8]).entries, GPU, commit="0123")
+    cache.path_of(GEMM, GPU.name).unlink()
+    cache.reload()
     return path
 
 
 def test_an_export_is_a_table_with_what_it_was_measured_on(export: Path) -> None:
     document = exported(export)
-    entries = document.pop("entries")
+    problems = document.pop("problems")
     assert document["gpu"] == GPU.name and document["arch"] == "sm_90"
-    assert document["measured_by_us"] is True and document["schema"] == 1
-    assert document["sources"] == gemm_cache.sources_digest()
+    assert (document["family"], document["schema"]) == (GEMM, 2)
+    assert document["sources"] == kernels_digest(GEMM)
     assert (document["commit"], document["num_sms"]) == ("0123", 100)
     assert document["packages"]["numpy"] and document["date"]
-    assert {tuple(row) for row in entries} == {
-        ("n", "k", "tokens", "residual", "linear_us", "us", "chosen")
-    }
+    assert list(problems) == ["bfloat16 2112x7168", "bfloat16 2112x7168 + residual"]
+    assert {tuple(row) for rows in problems.values() for row in rows} == {("size", "us")}
 
 
 def test_an_import_gives_what_was_exported(export: Path) -> None:
@@ -194,11 +199,19 @@ def of_other_kernels(document: dict[str, Any]) -> None:
 
 
 def not_measured(document: dict[str, Any]) -> None:
-    document["measured_by_us"] = False
+    document["problems"]["bfloat16 2112x7168"][0] = {"size": 1, "kernel": "skinny", "config": None}
+
+
+def of_an_architecture(document: dict[str, Any]) -> None:
+    document["gpu"] = None
 
 
 def of_a_later_schema(document: dict[str, Any]) -> None:
-    document["schema"] = 2
+    document["schema"] = 3
+
+
+def of_no_family(document: dict[str, Any]) -> None:
+    document["family"] = "gemv"
 
 
 def without_facts(document: dict[str, Any]) -> None:
@@ -206,13 +219,14 @@ def without_facts(document: dict[str, Any]) -> None:
 
 
 def with_a_slower_choice(document: dict[str, Any]) -> None:
-    row = document["entries"][0]
-    slowest = max(row["us"]["fused_a"], key=row["us"]["fused_a"].get)
-    row["chosen"] = {"backend": "fused_a", "config": slowest}
+    entry = document["problems"]["bfloat16 2112x7168"][0]
+    times = entry["us"] = {"fused_a": entry["us"]["fused_a"]}
+    entry["preferred"] = max(times["fused_a"], key=times["fused_a"].get)
 
 
 def with_an_impossible_config(document: dict[str, Any]) -> None:
-    document["entries"][0]["us"]["fused_a"]["8/16/512/1/1/8/1/1/4"] = 9.0
+    entry = document["problems"]["bfloat16 2112x7168"][0]
+    entry["us"]["fused_a"]["8/16/512/1/1/8/1/1/4"] = 9.0
 
 
 @pytest.mark.parametrize(
@@ -221,9 +235,11 @@ def with_an_impossible_config(document: dict[str, Any]) -> None:
         (of_another_gpu, "^those of NVIDIA B200 in"),
         (of_other_kernels, "^those of"),
         (not_measured, "figures that nobody measured"),
-        (of_a_later_schema, "schema 2 instead of 1"),
+        (of_an_architecture, "figures that nobody measured"),
+        (of_a_later_schema, "expected schema 2, got 3"),
+        (of_no_family, "there is no family 'gemv'"),
         (without_facts, "KeyError: 'sources'"),
-        (with_a_slower_choice, "is not the fastest of what was measured"),
+        (with_a_slower_choice, "is not as good as the fastest"),
         (with_an_impossible_config, "cannot run the configuration '8/16/512/1/1/8/1/1/4'"),
     ],
 )
@@ -233,16 +249,16 @@ def test_a_file_that_does_not_fit_is_refused_whole(
     document = exported(export)
     spoil(document)
     export.write_text(json.dumps(document))
-    found = refused({"path": export, "device": GPU}, "import", text, operation=files.import_file)
+    found = refused({"path": export, "gpu": GPU}, "import", text, operation=files.import_file)
     assert str(export) in found
     assert kept() == {}
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff\xfe", b"null", b'{"schema": 1}'])
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff\xfe", b"null", b'{"schema": 2}'])
 def test_a_file_of_something_else_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "other.json"
     path.write_bytes(content)
-    arguments = {"path": path, "device": GPU}
+    arguments = {"path": path, "gpu": GPU}
     refused(arguments, "import", rf"^{path}, which is not one", operation=files.import_file)
 
 
@@ -250,23 +266,23 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, content: bytes) -> 
 
 
 def test_a_line_a_shape_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    job = tuning.prepare([SHAPE, SMALL], [1, 8], device=0)
+    wanted = job([SHAPE, SMALL], [1, 8])
 
     def why_wrong(target: Target, candidate: Candidate) -> str | None:
-        is_it = target == Target(*SMALL, 8) and candidate.backend == "skinny"
+        is_it = target.key == row(8, SMALL) and candidate.kernel == "skinny"
         return "not finite" if is_it else None
 
-    tuning.run(job, FakeMeter(why_wrong=why_wrong))
+    tuning.run(wanted, FakeMeter(why_wrong=why_wrong))
     lines = capsys.readouterr().err.splitlines()
     shown = [line for line in lines if not line.startswith("refused")]
     assert [line.split(":")[0] for line in shown] == [
-        "2112x7168",
-        "96x256",
-        "2112x7168 + residual",
-        "96x256 + residual",
+        "bfloat16 2112x7168",
+        "bfloat16 96x256",
+        "bfloat16 2112x7168 + residual",
+        "bfloat16 96x256 + residual",
     ]
     assert all(": 2 measured, 1." in line for line in shown)
-    assert lines[1].startswith("refused, not recorded: 96x256, M = 8, skinny 8/")
+    assert lines[1].startswith("refused, not recorded: bfloat16 96x256, M = 8, skinny 8/")
 
 
 def test_a_bar_on_a_terminal(
@@ -274,10 +290,12 @@ def test_a_bar_on_a_terminal(
 ) -> None:
     monkeypatch.setattr(type(sys.stderr), "isatty", lambda self: True, raising=False)
     monkeypatch.setenv("FORCE_COLOR", "1")
-    targets = tuning.prepare([SHAPE], [8], device=0).todo
-    with Watch(targets) as watch:
-        assert watch._bar is not None
-    assert "measuring" in capsys.readouterr().err
+    targets = job([SHAPE], [8]).todo
+    with watch(targets) as note:
+        note(Measured(targets[0], None, {}))
+    shown = capsys.readouterr().err
+    assert "measuring bfloat16 2112x7168, M = 8" in shown
+    assert "bfloat16 2112x7168 + residual, M = 8" in shown and "1/2" in shown
 
 
 # Commands
@@ -294,9 +312,11 @@ def test_a_dry_run_lists_what_would_be_measured() -> None:
     code, output = command("--shape", "2112x7168", "--tokens", "8", "--tokens", "12", "--dry-run")
     assert code == 0
     lines = output.splitlines()
-    assert lines[0] == "Test GPU: 3 products to measure, 1 are known"
-    assert lines[1].startswith("  2112x7168: M = 12; ") and lines[1].endswith(" candidates")
-    assert lines[2] == "  2112x7168 + residual: M = 8, 12; the best of these"
+    assert lines[0] == "Test GPU: 3 to measure, 1 are known"
+    assert lines[1].startswith("  bfloat16 2112x7168: M = 12; ") and lines[1].endswith(
+        " candidates"
+    )
+    assert lines[2] == "  bfloat16 2112x7168 + residual: M = 8, 12; the best of these"
     assert len(lines) == 3
 
 
@@ -309,8 +329,23 @@ def test_import_from_the_command_line(export: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ((), "name the weights by one of --preset, --shape and --from-module"),
-        (("--shape", "2112x7168", "--preset", "kimi-k3"), "name the weights by one of"),
+        ((), "Error: shapes: expected one of shapes, preset and module, got none"),
+        (
+            ("--op", "mla_decode", "--preset", "kimi-k3"),
+            "preset: expected None with op='mla_dec",
+        ),
+        (
+            ("--shape", "96x256", "--heads", "12"),
+            "num_heads: expected None with .*got 12",
+        ),
+        (("--op", "mla_decode", "--kind", "fp4+fp4"), "kinds: expected some of .*, got 'fp4.fp4'"),
+        (("--op", "mla_prefill", "--tokens", "0"), "tokens: expected integers above 0, got 0"),
+        (("--op", "mla_prefill", "--heads", "0"), "num_heads: expected integers above 0, got 0"),
+        (("--op", "mla_train"), "is not one of"),
+        (
+            ("--shape", "2112x7168", "--preset", "kimi-k3"),
+            "got (shapes|preset) and ",
+        ),
         (("--shape", "2112x7168", "--tokens", "9"), "Error: tokens: expected some of .*, got 9"),
         (("--from-module", "nowhere"), "Error: module: expected .*, got 'nowhere'"),
         (("--preset", "kimi-k2"), "is not one of"),
@@ -335,24 +370,25 @@ def test_a_command_that_is_interrupted_says_how_to_go_on(monkeypatch: pytest.Mon
 def test_the_command_shows_and_exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, asked = tmp_path / "out.json", []
 
-    def fake(shapes: Any, *, export: Path, **options: Any) -> Any:
-        asked.append((shapes, options))
-        report = run(FakeMeter(), shapes, options["tokens"])
-        files.write_export(export, report.entries, GPU)
+    def fake(*, op: str, shapes: Any, preset: str, tokens: Any, export: Path, **more: Any) -> Any:
+        asked.append((op, shapes, preset, tokens, more))
+        report = run(FakeMeter(), [SHAPE], tokens)
+        files.write_export(export, GEMM, report.entries, GPU)
         return report
 
     monkeypatch.setattr(tuning, "tune", fake)
     arguments = ("--preset", "kimi-k3-tp8", "--tokens", "1", "--export", str(path))
     code, output = command(*arguments, "--no-residual", "--again")
     assert code == 0 and f"wrote {path}" in output
-    ((shapes, options),) = asked
-    assert len(shapes) == 13
-    assert options == {"tokens": (1,), "residual": False, "again": True, "device": 0}
-    assert len(exported(path)["entries"]) == 26
+    ((op, shapes, preset, tokens, options),) = asked
+    assert (op, shapes, preset, tokens) == ("low_latency_linear", None, "kimi-k3-tp8", (1,))
+    given = {name: value for name, value in options.items() if value is not None}
+    assert given == {"residual": False, "again": True, "device": 0}
+    assert sum(map(len, exported(path)["problems"].values())) == 2
 
 
 def test_gpus_have_files_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     run(FakeMeter(), tokens=[8])
     use_fake_gpu(monkeypatch, H200)
-    assert run(FakeMeter(device=H200), tokens=[8]).num_measured == 2
+    assert run(FakeMeter(gpu=H200), tokens=[8]).num_measured == 2
     assert len(kept()) == len(kept(H200)) == 2

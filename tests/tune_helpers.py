@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from k3cupy.dispatch import tune as tuning
 
-from k3cupy.ops import gemm_tables
+from k3cupy.choose import cache
 from k3cupy.runtime import devices
 from k3cupy.runtime.devices import DeviceInfo
-from k3cupy.tuning.candidates import LINEAR, Candidate, Target
+from k3cupy.tuning import tune as tuning
 from k3cupy.tuning.engine import Effort
+from k3cupy.tuning.entries import LINEAR, Candidate
+from k3cupy.tuning.report import TuneReport
+from k3cupy.tuning.targets import Target
 
 H200 = DeviceInfo(0, "NVIDIA H200", (9, 0), 132, 232_448)
 GPU = DeviceInfo(0, "Test GPU", (9, 0), 100, 232_448)
@@ -41,7 +43,7 @@ class FakeMeter:
         timed: every call of ``time``.
     """
 
-    device: DeviceInfo = GPU
+    gpu: DeviceInfo = GPU
     us: Callable[[Target, Candidate, Effort], float] = lambda t, c, effort: made_up_us(t, c)
     why_wrong: Callable[[Target, Candidate], str | None] = lambda target, candidate: None
     interrupt_at: int = -1
@@ -69,7 +71,7 @@ class FakeMeter:
 
     @property
     def targets(self) -> list[Target]:
-        """The products measured, in order."""
+        """What was measured, in order."""
         return list(dict.fromkeys(target for target, *_ in self.timed))
 
     def timed_with(self, effort: Effort) -> set[Candidate]:
@@ -81,10 +83,23 @@ def use_fake_gpu(monkeypatch: pytest.MonkeyPatch, gpu: DeviceInfo = GPU) -> None
     """Let ``prepare`` find a GPU."""
     monkeypatch.setattr(devices, "count", lambda: 1)
     monkeypatch.setattr(devices, "info", lambda index: gpu)
-    gemm_tables.reload()
+    cache.reload()
 
 
-def run(meter: FakeMeter, shapes: Any = ((2112, 7168),), tokens: Any = None, **options: Any) -> Any:
-    """Tune with a fake; the report."""
-    job = tuning.prepare(shapes, tokens, device=0, **options)
-    return tuning.run(job, meter, progress=False)
+def job(
+    shapes: Any = ((2112, 7168),),
+    tokens: Any = None,
+    *,
+    op: str = "low_latency_linear",
+    again: bool = False,
+    **options: Any,
+) -> tuning.Job:
+    """What a call of ``tune`` would measure."""
+    if op == "low_latency_linear":
+        options["shapes"] = shapes
+    return tuning.prepare(tuning.targets_of(op, tokens=tokens, **options), again=again, device=0)
+
+
+def run(meter: FakeMeter, *args: Any, **options: Any) -> TuneReport:
+    """Tune with a fake; the report. Arguments are those of ``job``."""
+    return tuning.run(job(*args, **options), meter, progress=False)

@@ -78,9 +78,7 @@ SKINNY = Limits(
     rows_hint="Call fused_a_gemm, which takes up to 64, or your framework's linear",
     k_multiple=skinny_gemm.K_MULTIPLE,
 )
-LINEAR = replace(
-    FUSED_A, dtype_hint="", max_tokens=None, rows_hint="", k_multiple=1, on_gpu=True
-)
+LINEAR = replace(FUSED_A, dtype_hint="", max_tokens=None, rows_hint="", k_multiple=1, on_gpu=True)
 """What a linear layer may give to one of the two; the choice says which M and K a kernel takes."""
 
 

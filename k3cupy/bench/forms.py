@@ -1,34 +1,16 @@
-"""What the benchmarks' entries look like in tables, and what the shipped tables take from them."""
+"""What the benchmarks' entries look like in tables."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from k3cupy.ops import mla_decode_config, mla_prefill_config
-from k3cupy.ops.mla_decode_config import MlaDecodeVariant
-from k3cupy.ops.mla_prefill_config import MlaPrefillVariant
+from k3cupy.choose.mla import choose_decode, choose_prefill
+from k3cupy.kernels import mla_decode, mla_prefill
 from k3cupy.runtime.devices import DeviceInfo
 
 Entry = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class TableForm:
-    """What a shipped table takes from one benchmark's entries.
-
-    Attributes:
-        unit: of the times.
-        is_for_table: whether the table is made of an entry.
-        place: the fields under which the table lists an entry.
-        choice: the configuration that ships for an entry on a GPU.
-    """
-
-    unit: str
-    is_for_table: Callable[[Entry], bool]
-    place: Callable[[Entry], dict[str, Any]]
-    choice: Callable[[Entry, DeviceInfo], Mapping[str, Any]]
 
 
 class Column(NamedTuple):
@@ -69,18 +51,16 @@ class Form:
         marker: names the place of its results on a documentation page.
         summary: the figures of an entry that decide.
         columns: of its table.
-        identity: the fields that tell entries apart.
         is_for_page: whether the docs show an entry.
-        table: what the shipped table takes from them, where one is made from this benchmark.
+        choice: the configuration that ships for an entry on a GPU; None where entries keep theirs.
     """
 
     title: str
     marker: str
     summary: Callable[[Entry], Entry]
     columns: tuple[Column, ...]
-    identity: tuple[str, ...]
     is_for_page: Callable[[Entry], bool] = lambda entry: True
-    table: TableForm | None = None
+    choice: Callable[[Entry, DeviceInfo], Any] | None = None
 
     def cells(self, entry: Entry) -> list[str]:
         """Return an entry's row."""
@@ -112,15 +92,6 @@ def fastest(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _place_by_rows(entry: Entry, num_rows: int) -> dict[str, Any]:
-    return {
-        "kind": entry["kind"],
-        "num_rows": num_rows,
-        "tokens": entry["tokens"],
-        "num_heads": entry["heads"],
-    }
-
-
 # --- The decode epilogue -------------------------------------------------------------------------
 
 
@@ -149,10 +120,9 @@ def _slashed(times: Iterable[float]) -> str:
     return " / ".join(f"{us:.2f}" for us in times)
 
 
-def _decode_choice(entry: Entry, gpu: DeviceInfo) -> Mapping[str, Any]:
-    variant = MlaDecodeVariant.of_kind(entry["kind"])
-    config, _ = mla_decode_config.choose(variant, entry["tokens"], entry["heads"], gpu)
-    return asdict(config)
+def _decode_choice(entry: Entry, gpu: DeviceInfo) -> Any:
+    variant = mla_decode.Variant.of_kind(entry["kind"])
+    return choose_decode(variant, entry["tokens"], entry["heads"], gpu).config
 
 
 # --- The prefill and context epilogues -----------------------------------------------------------
@@ -180,10 +150,9 @@ def _prefill_operation(entry: Entry, _: Entry) -> str:
     return str(entry["kind"]).removeprefix("fused_mla_") + (" (RoPE)" if entry["rope"] else "")
 
 
-def _prefill_choice(entry: Entry, gpu: DeviceInfo) -> Mapping[str, Any]:
-    variant = MlaPrefillVariant(entry["kind"], rope=entry["rope"])
-    config, _ = mla_prefill_config.choose(variant, entry["tokens"], entry["heads"], gpu)
-    return asdict(config)
+def _prefill_choice(entry: Entry, gpu: DeviceInfo) -> Any:
+    variant = mla_prefill.Variant(entry["kind"], rope=entry["rope"])
+    return choose_prefill(variant, entry["tokens"], entry["heads"], gpu).config
 
 
 # --- The fused-A GEMM ----------------------------------------------------------------------------
@@ -262,13 +231,7 @@ FORMS = {
             _configured("best"),
             _configured("dispatched"),
         ),
-        identity=("kind", "tokens", "heads", "scenario", "pdl"),
-        table=TableForm(
-            unit="us added to the chain, PDL on",
-            is_for_table=lambda entry: entry["scenario"] == "chain" and entry["pdl"],
-            place=lambda entry: _place_by_rows(entry, entry["tokens"] * (entry["heads"] + 1)),
-            choice=_decode_choice,
-        ),
+        choice=_decode_choice,
     ),
     "prefill": Form(
         title="MLA prefill and context epilogues, microseconds a launch",
@@ -289,13 +252,7 @@ FORMS = {
             _derived("x warp a row", "over_row_copy"),
             _derived("torch x", "over_torch", ".1f"),
         ),
-        identity=("kind", "tokens", "heads", "rope"),
-        table=TableForm(
-            unit="us a launch",
-            is_for_table=lambda entry: not entry["rope"],
-            place=lambda entry: _place_by_rows(entry, entry["tokens"] * entry["heads"]),
-            choice=_prefill_choice,
-        ),
+        choice=_prefill_choice,
     ),
     "gemm": Form(
         title="Fused-A GEMM, cold weights, microseconds a launch",
@@ -315,7 +272,6 @@ FORMS = {
             _derived("invariant", "invariant_over_dispatched"),
             Column("tile, stages, split", _gemm_tile),
         ),
-        identity=("kind", "tokens"),
         is_for_page=lambda entry: entry["kind"] in PAGE_SHAPES,
     ),
     "linear": Form(
@@ -333,7 +289,6 @@ FORMS = {
             Column("x best", lambda e, s: f"{s['over_best']:.3f}" if e["candidates"] else "-"),
             Column("what ran", lambda e, _: e["dispatched"]),
         ),
-        identity=("kind", "tokens"),
         is_for_page=lambda entry: (
             entry["tokens"] in _PAGE_TOKENS
             and (entry["kind"] in PAGE_SHAPES or " of " in entry["kind"])

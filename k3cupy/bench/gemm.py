@@ -17,10 +17,10 @@ import torch
 import k3cupy
 from k3cupy.bench import document
 from k3cupy.bench.floor import floor_us
-from k3cupy.ops.fused_a_gemm_choice import choose
-from k3cupy.ops.fused_a_gemm_config import FusedAGemmConfig, FusedAGemmVariant
-from k3cupy.ops.gemm_tables import TOKEN_CLASSES
+from k3cupy.choose.gemm import FUSED_A, TOKEN_CLASSES, choose
+from k3cupy.kernels.fused_a_gemm import FusedAGemmConfig, Variant
 from k3cupy.runtime import devices, instances
+from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.instances import Instance
 from k3cupy.timing import graphs
 from k3cupy.timing.cold import COLD_BYTES, Body, Timer, pool_of, weights_of
@@ -62,6 +62,15 @@ class Entry:
     candidates: list[dict[str, Any]] = field(default_factory=list)
 
 
+def chosen(
+    n: int, k: int, tokens: int, gpu: DeviceInfo, *, batch_invariant: bool = False
+) -> FusedAGemmConfig:
+    """Return the configuration that a direct call of the fused-A GEMM gets."""
+    found = choose((FUSED_A,), n, k, tokens, gpu, batch_invariant=batch_invariant).config
+    assert isinstance(found, FusedAGemmConfig)
+    return found
+
+
 def body(
     product: Product,
     config: FusedAGemmConfig | None,
@@ -75,7 +84,7 @@ def body(
     return lambda weight: k3cupy.fused_a_gemm(
         given,
         weight,
-        product.out,
+        out=product.out,
         config=config,
         weight_is_static=static,
         batch_invariant=batch_invariant,
@@ -90,7 +99,7 @@ def run_entry(product: Product, weights: Sequence[torch.Tensor], floor: float) -
     """
     n, k, tokens = product.n, product.k, product.tokens
     device = devices.info(torch.cuda.current_device())
-    dispatched, _ = choose(n, k, tokens, device)
+    dispatched = chosen(n, k, tokens, device)
     ours = body(product, dispatched)
     others = (
         body(product, dispatched, x=product.strided),
@@ -133,13 +142,13 @@ def run(
     device = devices.info(torch.cuda.current_device())
     wanted: list[Instance] = []
     for (n, k), count in itertools.product(shapes, tokens):
-        config, _ = choose(n, k, count, device)
-        invariant, _ = choose(n, k, count, device, batch_invariant=True)
-        static = FusedAGemmVariant(packed=True, weight_is_static=True)
+        config = chosen(n, k, count, device)
+        invariant = chosen(n, k, count, device, batch_invariant=True)
+        static = Variant(packed=True, weight_is_static=True)
         wanted += [
             config.instance(static),
-            config.instance(FusedAGemmVariant(packed=count == 1, weight_is_static=True)),
-            config.instance(FusedAGemmVariant(packed=True)),
+            config.instance(Variant(packed=count == 1, weight_is_static=True)),
+            config.instance(Variant(packed=True)),
             invariant.instance(static),
         ]
     instances.load_all(wanted, device.index)

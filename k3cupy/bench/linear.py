@@ -19,19 +19,18 @@ from k3cupy import projections
 from k3cupy.bench import document
 from k3cupy.bench.floor import floor_us
 from k3cupy.bench.forms import PAGE_SHAPES
-from k3cupy.dispatch import backends
-from k3cupy.dispatch.decision import LinearDecision
-from k3cupy.dispatch.tuning.candidates import LINEAR, Candidate, Target, times_of
-from k3cupy.dispatch.tuning.cuda_meter import call_of
-from k3cupy.dispatch.warmup import planned_instances
-from k3cupy.ops import gemm_tables
-from k3cupy.ops.gemm_entry import FUSED_A, SKINNY
+from k3cupy.choose import gemm
+from k3cupy.choose.gemm import ALL, FUSED_A, SKINNY
+from k3cupy.choose.table import GEMM, tables_of
 from k3cupy.projections import StridedCase
 from k3cupy.runtime import devices, instances
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.timing import graphs
-from k3cupy.timing.cold import COLD_BYTES, Body, Effort, Timer, pool_of, weights_of
+from k3cupy.timing.cold import COLD_BYTES, Body, Timer, pool_of, weights_of
+from k3cupy.timing.graphs import Effort
 from k3cupy.timing.products import Product
+from k3cupy.tuning.entries import LINEAR, Candidate, times_of
+from k3cupy.tuning.targets import GemmTarget
 
 TOKENS = tuple(range(1, 17))
 _STRIDED_TOKENS = (1, 4, 16)
@@ -68,16 +67,17 @@ class Entry:
     candidates: dict[str, float] = field(default_factory=dict)
 
 
-def best_of_table(target: Target, device: DeviceInfo) -> tuple[Candidate, ...]:
+def best_of_table(target: GemmTarget, gpu: DeviceInfo) -> tuple[Candidate, ...]:
     """Return the candidates that are the fastest for a product by the tables, the best first."""
-    entry = gemm_tables.entry(target.n, target.k, target.tokens, device)
+    numbers = (target.n, target.k, target.tokens)
+    listed = (gemm.entry_at(table, *numbers, residual=False)[0] for table in tables_of(GEMM, gpu))
+    entry = next((found for found in listed if found is not None), None)
     times: dict[Candidate, float] = {}
-    for listed, us in times_of(entry).items() if entry else ():
-        if listed != LINEAR:
-            backend = backends.get(listed.backend)
-            config = backend.fitted(listed.config, target.tokens, device)
-            if config is not None and backend.why_not(target.n, target.k, target.tokens) is None:
-                times[Candidate(listed.backend, config)] = us
+    for (kernel, config), us in times_of(entry).items() if entry else ():
+        if kernel != LINEAR.kernel and gemm.why_not(kernel, target.k, target.tokens) is None:
+            fitted = gemm.fits(kernel, config, target.tokens, gpu)
+            if fitted is not None:
+                times[Candidate(kernel, fitted)] = us
     return tuple(sorted(times, key=times.__getitem__)[:_BEST_OF_TABLE])
 
 
@@ -101,9 +101,9 @@ def run_entry(
     n, k, tokens = product.n, product.k, product.tokens
     x = product.x if strided is None else product.strided
     kind = f"{n}x{k}" if strided is None else f"{n}x{k} of {strided.source_row_width}"
-    ran: LinearDecision = k3cupy.explain_low_latency_gemm(x, weights[0])
-    dispatched = Candidate(ran.backend, ran.config)
-    calls = {str(candidate): call_of(product, candidate) for candidate in candidates}
+    ran = k3cupy.explain_low_latency_gemm(x, weights[0])
+    dispatched = Candidate(ran.kernel, ran.config)
+    calls = {str(candidate): product.call(*candidate) for candidate in candidates}
     checked: dict[str, Body] = {
         f"low_latency_linear ({dispatched})": lambda w: product.out.copy_(ours(x)(w)),
         **calls,
@@ -139,26 +139,24 @@ def run(shapes: Sequence[tuple[int, int]], tokens: Sequence[int] = TOKENS) -> It
         tokens: M; the strided projections have their own.
     """
     device = devices.info(torch.cuda.current_device())
-    targets = [Target(n, k, count) for n, k in shapes for count in tokens]
+    targets = [GemmTarget(n, k, count) for n, k in shapes for count in tokens]
     best = {target: best_of_table(target, device) for target in targets}
     cases = projections.strided_cases()
     every = [*shapes, *((case.n, case.k) for case in cases)]
-    planned = planned_instances(
-        every,
-        [*tokens, *_STRIDED_TOKENS],
-        device,
-        residual=False,
-        batch_invariant=False,
-        weight_is_static=True,
-    )
-    listed = (c.instance(target) for target, found in best.items() for c in found)
-    instances.load_all([*planned, *listed], device.index)
+    planned = {t: gemm.choose(ALL, t.n, t.k, t.tokens, device) for t in targets}
+    wanted = [t.instance(c) for t, found in best.items() for c in found]
+    wanted += [
+        t.instance(Candidate(choice.kernel, choice.config))
+        for t, choice in planned.items()
+        if not choice.is_fallback
+    ]
+    instances.load_all(wanted, device.index)
     pool = pool_of(every)
     for n, k in shapes:
         weights = weights_of(n, k, pool)
         floor = floor_us(Timer(weights))
         for count in tokens:
-            candidates = best[Target(n, k, count)]
+            candidates = best[GemmTarget(n, k, count)]
             yield run_entry(Product(n, k, count), weights, floor, candidates)
     for case in cases:
         weights = weights_of(case.n, case.k, pool)
@@ -214,7 +212,7 @@ def host_time(n: int = 2112, k: int = 7168, tokens: int = 4) -> dict[str, float]
         FUSED_A: k3cupy.fused_a_gemm,
         SKINNY: k3cupy.skinny_gemm,
     }
-    kernel = kernels.get(ran.backend)
+    kernel = kernels.get(ran.kernel)
     found = {"low_latency_linear": graphs.host_us(lambda: ours(x)(weight))}
     if kernel is not None:
         found[f"{kernel.__name__} called directly"] = graphs.host_us(

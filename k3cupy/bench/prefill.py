@@ -9,57 +9,45 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 
 import k3cupy
+from k3cupy.accept.mla_prefill import SIGNATURES
 from k3cupy.bench import document
-from k3cupy.constants import (
-    DS_MLA_ROW_BYTES,
-    KV_LORA_RANK,
-    LATENT_DIM,
-    QK_HEAD_DIM,
-    QK_NOPE_HEAD_DIM,
-    QK_ROPE_HEAD_DIM,
-    V_HEAD_DIM,
-)
-from k3cupy.ops.mla_prefill_config import (
+from k3cupy.choose.table import MLA_PREFILL
+from k3cupy.constants import QK_NOPE_HEAD_DIM, QK_ROPE_HEAD_DIM
+from k3cupy.kernels.mla_prefill import (
     CANDIDATES,
     INSERTS,
     KEY_CONCAT,
     KEY_CONCAT_DS_MLA,
-    KV_CONCAT,
     OPS,
     QKV_QUANT,
     MlaPrefillConfig,
-    MlaPrefillVariant,
+    Variant,
 )
-from k3cupy.ops.mla_prefill_validate import OPERATIONS
 from k3cupy.runtime import instances, launch
 from k3cupy.runtime.instances import Instance
 from k3cupy.timing import graphs
+from k3cupy.timing.prefill_step import (
+    ROTATE_FROM,
+    ROTATED_BYTES,
+    PrefillStep,
+    bytes_moved,
+    launches_of,
+    sets_of,
+)
+from k3cupy.tuning import targets
 
-TOKENS = (1, 4, 16, 64, 512, 4096, 16_384, 65_536)
+TOKENS = targets.TOKENS[MLA_PREFILL]
 
-_BLOCK_SIZE = 64
-_POSITIONS = 4096
-_QKV_A_WIDTH = 2112
 _THREADS = 256
 _ROW_BYTES = 1152  # of a row of bench/row_copy.cu
-
-_GRAPH_US = 1500.0
-_MAX_LAUNCHES = 200
-_ASSUMED_BYTES_A_US = 4e6
-_ROTATE_FROM = 4096
-_ROTATED_BYTES = 200 << 20
-_SAMPLES = 64
-
-
-_T = TypeVar("_T")
 
 
 @dataclass
@@ -91,207 +79,42 @@ class Entry:
     candidates: list[dict[str, Any]] = field(default_factory=list)
 
 
-def bytes_moved(op: str, tokens: int, heads: int, rope: bool = False) -> int:
-    """Return the bytes that an operation must read and write, each counted once."""
-    latent = 2 * KV_LORA_RANK + 8  # and the slot
-    row = {KEY_CONCAT: 2 * LATENT_DIM, KEY_CONCAT_DS_MLA: DS_MLA_ROW_BYTES, QKV_QUANT: LATENT_DIM}
-    token = 2 * QK_ROPE_HEAD_DIM
-    if op in INSERTS:
-        token += latent + row[op] + (8 + 4 * QK_ROPE_HEAD_DIM if rope else 0)
-    head = 2 * QK_NOPE_HEAD_DIM
-    if op in (KEY_CONCAT, KEY_CONCAT_DS_MLA, KV_CONCAT):
-        head += 2 * QK_HEAD_DIM + (4 * QK_ROPE_HEAD_DIM if rope else 0)
-    else:
-        head += 2 * V_HEAD_DIM + QK_HEAD_DIM + V_HEAD_DIM
-        head += 3 * QK_HEAD_DIM if op == QKV_QUANT else 0
-    return tokens * (token + heads * head)
+def unfused(step: PrefillStep) -> None:
+    """Run the same in PyTorch operations; a ds_mla cache is written in its RoPE part only."""
+    a = step.arguments
+    k_pe = _turned(step, a["k_pe"][:, None])
+    k = torch.cat([a["k_nope"], k_pe.expand(-1, step.heads, -1)], -1)
+    if step.op in INSERTS:
+        row = torch.cat([a["kv_c_normed"], k_pe[:, 0]], -1)
+        rows = a["kv_cache"].view(-1, a["kv_cache"].shape[-1])
+        if step.op == KEY_CONCAT_DS_MLA:
+            rows, row = rows[:, -2 * QK_ROPE_HEAD_DIM :], k_pe[:, 0].contiguous()
+        if step.op == QKV_QUANT:
+            row = _cast(row, a["cache_scale_inv"])
+        if step.op != KEY_CONCAT:
+            row = row.view(torch.uint8)
+        rows.index_copy_(0, a["slot_mapping"], row)
+        q_pe = a["q"][..., QK_NOPE_HEAD_DIM:]
+        if step.turns_query:
+            q_pe.copy_(_turned(step, q_pe))
+    if step.op == QKV_QUANT:
+        query = torch.cat([a["q"][..., :QK_NOPE_HEAD_DIM], _turned(step, q_pe)], -1)
+        _cast(query if step.rope else a["q"], a["q_scale_inv"])
+        _cast(k, a["k_scale_inv"])
+        _cast(a["v"], a["v_scale_inv"])
+    elif SIGNATURES[step.op].is_fp8:
+        k.to(torch.float8_e4m3fn)
+        a["v"].to(torch.float8_e4m3fn)
 
 
-def sets_of(tokens: int, size: int) -> int:
-    """Return how many sets of tensors take turns, so that a long prompt is not found in L2."""
-    return 1 if tokens < _ROTATE_FROM else max(1, -(-_ROTATED_BYTES // size))
-
-
-def launches_of(size: int, sets: int) -> int:
-    """Return the launches of one graph: as many of each set, about a millisecond and a half."""
-    wanted = _GRAPH_US / (2 + size / _ASSUMED_BYTES_A_US)
-    return max(1, round(min(wanted, _MAX_LAUNCHES) / sets)) * sets
-
-
-class Problem:
-    """Tensors of one prefill step with the strides of the model."""
-
-    def __init__(self, op: str, tokens: int, heads: int, rope: bool, seed: int = 0) -> None:
-        random = torch.Generator(device="cuda").manual_seed(tokens + seed)
-
-        def normal(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, device="cuda", dtype=torch.bfloat16, generator=random)
-
-        self.op, self.tokens, self.heads, self.rope = op, tokens, heads, rope
-        kv = normal(tokens, heads, QK_NOPE_HEAD_DIM + V_HEAD_DIM)
-        qkv_a = normal(tokens, _QKV_A_WIDTH)
-        latent = _QKV_A_WIDTH - LATENT_DIM
-        num_blocks = -(-tokens // _BLOCK_SIZE)
-        is_ds_mla = op == KEY_CONCAT_DS_MLA
-        tensors: dict[str, Any] = {
-            "k_nope": kv[..., :QK_NOPE_HEAD_DIM],
-            "v": kv[..., QK_NOPE_HEAD_DIM:],
-            "k_pe": qkv_a[:, latent + KV_LORA_RANK :],
-            "kv_c_normed": qkv_a[:, latent : latent + KV_LORA_RANK],
-        }
-        if op in INSERTS:
-            tensors["q"] = normal(tokens, heads, QK_HEAD_DIM)
-            tensors["kv_cache"] = torch.zeros(
-                num_blocks,
-                _BLOCK_SIZE,
-                DS_MLA_ROW_BYTES if is_ds_mla else LATENT_DIM,
-                device="cuda",
-                dtype=torch.bfloat16 if op == KEY_CONCAT else torch.uint8,
-            )
-            # A prompt's tokens stand side by side in blocks that may be anywhere.
-            blocks = torch.randperm(num_blocks, device="cuda", generator=random)
-            token = torch.arange(tokens, device="cuda")
-            tensors["slot_mapping"] = (
-                blocks[token // _BLOCK_SIZE] * _BLOCK_SIZE + token % _BLOCK_SIZE
-            )
-            if rope:
-                tensors["positions"] = token % _POSITIONS
-                angle = torch.rand(_POSITIONS, 32, device="cuda", generator=random) * 6.28
-                tensors["cos_sin_cache"] = torch.cat([angle.cos(), angle.sin()], -1)
-        for i, name in enumerate(OPERATIONS[op].arguments.scales):
-            tensors[name] = torch.tensor([0.5 * 2**i], device="cuda")
-        self.arguments = {name: tensors[name] for name in OPERATIONS[op].inputs if name in tensors}
-        self.outs = [
-            torch.empty(
-                tokens,
-                heads,
-                width,
-                device="cuda",
-                dtype=torch.float8_e4m3fn if OPERATIONS[op].is_fp8 else torch.bfloat16,
-            )
-            for width in OPERATIONS[op].outputs.values()
-        ]
-        self._query = self.arguments["q"].clone() if self._turns_query else None
-
-    @property
-    def _turns_query(self) -> bool:
-        return self.rope and not OPERATIONS[self.op].is_fp8
-
-    def run(self, config: MlaPrefillConfig | None) -> None:
-        """Run the kernel."""
-        out = self.outs[0] if len(self.outs) == 1 else tuple(self.outs)
-        getattr(k3cupy, self.op)(**self.arguments, out=out, config=config)
-
-    def dispatched(self) -> MlaPrefillConfig:
-        """Return the configuration that the table chooses."""
-        config: MlaPrefillConfig = k3cupy.explain_mla_prefill(self.op, **self.arguments).config
-        return config
-
-    def unfused(self) -> None:
-        """Run the same in PyTorch operations; a ds_mla cache is written in its RoPE part only."""
-        a = self.arguments
-        k_pe = self._turned(a["k_pe"][:, None])
-        k = torch.cat([a["k_nope"], k_pe.expand(-1, self.heads, -1)], -1)
-        if self.op in INSERTS:
-            row = torch.cat([a["kv_c_normed"], k_pe[:, 0]], -1)
-            rows = a["kv_cache"].view(-1, a["kv_cache"].shape[-1])
-            if self.op == KEY_CONCAT_DS_MLA:
-                rows, row = rows[:, -2 * QK_ROPE_HEAD_DIM :], k_pe[:, 0].contiguous()
-            if self.op == QKV_QUANT:
-                row = _cast(row, a["cache_scale_inv"])
-            if self.op != KEY_CONCAT:
-                row = row.view(torch.uint8)
-            rows.index_copy_(0, a["slot_mapping"], row)
-            q_pe = a["q"][..., QK_NOPE_HEAD_DIM:]
-            if self._turns_query:
-                q_pe.copy_(self._turned(q_pe))
-        if self.op == QKV_QUANT:
-            query = torch.cat([a["q"][..., :QK_NOPE_HEAD_DIM], self._turned(q_pe)], -1)
-            _cast(query if self.rope else a["q"], a["q_scale_inv"])
-            _cast(k, a["k_scale_inv"])
-            _cast(a["v"], a["v_scale_inv"])
-        elif OPERATIONS[self.op].is_fp8:
-            k.to(torch.float8_e4m3fn)
-            a["v"].to(torch.float8_e4m3fn)
-
-    def _turned(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.rope:
-            return x
-        angles = self.arguments["cos_sin_cache"][self.arguments["positions"]][:, None]
-        cosine, sine = angles.chunk(2, -1)
-        first, second = x[..., 0::2].float(), x[..., 1::2].float()
-        pairs = (first * cosine - second * sine, first * sine + second * cosine)
-        return torch.stack(pairs, -1).flatten(-2).to(x.dtype)
-
-    def results(self, config: MlaPrefillConfig) -> list[torch.Tensor]:
-        """Run on fresh memory and return copies of what was written, as bytes."""
-        written = [*self.outs]
-        if "kv_cache" in self.arguments:
-            self.arguments["kv_cache"].zero_()
-            written.append(self.arguments["kv_cache"])
-        for out in self.outs:
-            out.view(torch.uint8).fill_(0x55)
-        if self._query is not None:
-            self.arguments["q"].copy_(self._query)
-            written.append(self.arguments["q"])
-        self.run(config)
-        return [t.contiguous().view(torch.uint8).clone() for t in written]
-
-    def expected(self, tokens: torch.Tensor) -> list[torch.Tensor]:
-        """Return what some tokens must give by the CPU reference, in the order of ``results``.
-
-        The cache comes as the rows of those tokens.
-        """
-        whole = ("kv_cache", "cos_sin_cache")
-        taken = {
-            name: t.cpu() if name in whole or name.endswith("inv") else t[tokens].cpu()
-            for name, t in self.arguments.items()
-            if name != "kv_cache"
-        }
-        if self._query is not None:
-            taken["q"] = self._query[tokens].cpu()
-        if "kv_cache" in self.arguments:
-            cache = self.arguments["kv_cache"]
-            taken["kv_cache"] = torch.zeros(1, len(tokens), cache.shape[-1], dtype=cache.dtype)
-            taken["slot_mapping"] = torch.arange(len(tokens))
-        outs = getattr(k3cupy, self.op)(**taken)
-        found = [outs] if isinstance(outs, torch.Tensor) else list(outs)
-        if "kv_cache" in taken:
-            found.append(taken["kv_cache"][0])
-        if self._query is not None:
-            found.append(taken["q"])
-        return [t.contiguous().view(torch.uint8) for t in found]
-
-    def check(self, candidates: Sequence[MlaPrefillConfig]) -> None:
-        """Compare the first candidate with the CPU reference, and every other one with the first.
-
-        A sample of tokens goes through the reference, among them the first and the last; the
-        candidates are compared bit by bit everywhere.
-
-        Raises:
-            RuntimeError: one bit differs; nothing is timed.
-        """
-        first = self.results(candidates[0])
-        count = min(self.tokens, _SAMPLES)
-        sample = torch.linspace(0, self.tokens - 1, count, device="cuda").round().long()
-        cache_place = len(self.outs) if "kv_cache" in self.arguments else None
-        for place, (got, want) in enumerate(zip(first, self.expected(sample), strict=True)):
-            if place == cache_place:
-                picked = got.view(-1, got.shape[-1])[self.arguments["slot_mapping"][sample]]
-            else:
-                picked = got[sample]
-            if not torch.equal(picked.cpu(), want):
-                raise RuntimeError(
-                    f"{self.op}, {candidates[0]}: result {place} differs from the reference, not "
-                    "timed"
-                )
-        for config in candidates[1:]:
-            for place, (got, want) in enumerate(zip(self.results(config), first, strict=True)):
-                if not torch.equal(got, want):
-                    raise RuntimeError(
-                        f"{self.op}, {config}: result {place} differs from that of "
-                        f"{candidates[0]}, not timed"
-                    )
+def _turned(step: PrefillStep, x: torch.Tensor) -> torch.Tensor:
+    if not step.rope:
+        return x
+    angles = step.arguments["cos_sin_cache"][step.arguments["positions"]][:, None]
+    cosine, sine = angles.chunk(2, -1)
+    first, second = x[..., 0::2].float(), x[..., 1::2].float()
+    pairs = (first * cosine - second * sine, first * sine + second * cosine)
+    return torch.stack(pairs, -1).flatten(-2).to(x.dtype)
 
 
 def _cast(x: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
@@ -345,20 +168,18 @@ def run_entry(
     size = bytes_moved(op, tokens, heads, rope)
     sets = sets_of(tokens, size)
     launches = launches_of(size, sets)
-    problems = [Problem(op, tokens, heads, rope, seed) for seed in range(sets)]
-    problems[0].check(candidates)
+    steps = [PrefillStep(op, tokens, heads, rope, seed=seed) for seed in range(sets)]
+    for config in candidates:
+        wrong = steps[0].check(config)
+        if wrong is not None:
+            raise RuntimeError(f"{op}, {config}: {wrong}, not timed")
     copies = [Copies(size) for _ in range(sets)]
-
-    def in_turns(run: Callable[[_T], None], of: Sequence[_T]) -> Callable[[], None]:
-        turn = itertools.cycle(of)
-        return lambda: run(next(turn))
-
     bodies = [
-        in_turns(Copies.device_to_device, copies),
-        in_turns(Copies.one_warp_a_row, copies),
-        in_turns(Problem.unfused, problems),
+        graphs.in_turns(Copies.device_to_device, copies),
+        graphs.in_turns(Copies.one_warp_a_row, copies),
+        graphs.in_turns(unfused, steps),
         *(
-            in_turns(functools.partial(Problem.run, config=config), problems)
+            graphs.in_turns(functools.partial(PrefillStep.run, config=config), steps)
             for config in candidates
         ),
     ]
@@ -373,7 +194,7 @@ def run_entry(
         copy_us=times[0],
         row_copy_us=times[1],
         torch_us=times[2],
-        dispatched=asdict(problems[0].dispatched()),
+        dispatched=asdict(k3cupy.explain_mla_prefill(op, **steps[0].arguments).config),
         candidates=[
             {**asdict(config), "us": us} for config, us in zip(candidates, times[3:], strict=True)
         ],
@@ -395,7 +216,7 @@ def run(
         rope: with positions, for the operations that have them.
     """
     wanted = [
-        config.instance(MlaPrefillVariant(op, rope=rope and op in INSERTS))
+        config.instance(Variant(op, rope=rope and op in INSERTS))
         for op, config in itertools.product(ops, CANDIDATES)
     ]
     instances.load_all(wanted, torch.cuda.current_device())
@@ -411,8 +232,8 @@ def as_document(entries: Sequence[Entry], commit: str | None = None) -> dict[str
         commit,
         method={
             "statistic": "median of 3 rounds of 5 replays of a CUDA graph, microseconds a launch",
-            "tensors": f"from {_ROTATE_FROM} tokens on several sets take turns, "
-            f"{_ROTATED_BYTES >> 20} MiB at least",
+            "tensors": f"from {ROTATE_FROM} tokens on several sets take turns, "
+            f"{ROTATED_BYTES >> 20} MiB at least",
             "bytes": "each byte read and written, counted once",
         },
     )

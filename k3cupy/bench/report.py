@@ -1,16 +1,17 @@
-"""Results as tables: for the terminal, for the docs, and the table that the package ships."""
+"""Results as tables, for the terminal and for the docs."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from k3cupy.bench.forms import Form, form_of, key_of
+from k3cupy.bench.forms import form_of
 from k3cupy.runtime.devices import DeviceInfo
 
 
@@ -61,11 +62,11 @@ def _remarks(document: Mapping[str, Any]) -> Iterator[str]:
 def with_shipped_choice(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return a document whose ``dispatched`` is what the table that ships today would choose.
 
-    A run from before a table recorded the choice of the older one. A benchmark from which no table
-    is made keeps what it measured.
+    A run from before a table recorded the choice of the older one. A benchmark that measures only
+    what was chosen keeps it.
     """
-    table = form_of(document).table
-    if table is None:
+    choice = form_of(document).choice
+    if choice is None:
         return dict(document)
     e = document["environment"]
     gpu = DeviceInfo(
@@ -75,9 +76,7 @@ def with_shipped_choice(document: Mapping[str, Any]) -> dict[str, Any]:
         num_sms=e["num_sms"],
         shared_memory_optin=e.get("shared_memory_optin", 0),
     )
-    entries = [
-        {**entry, "dispatched": dict(table.choice(entry, gpu))} for entry in document["entries"]
-    ]
+    entries = [{**entry, "dispatched": asdict(choice(entry, gpu))} for entry in document["entries"]]
     return {**document, "entries": entries}
 
 
@@ -99,108 +98,6 @@ def insert_markdown(path: Path, text: str, marker: str = "results") -> None:
     if not (found and closed):
         raise ValueError(f"{path}: expected the markers {begin} and {end}")
     path.write_text(f"{head}{begin}\n\n{text}\n{end}{tail}", encoding="utf-8")
-
-
-def averaged(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return one document whose candidate times are the mean over several runs of the same GPU.
-
-    Each run counts relative to its own fastest candidate, because machines differ from run to run.
-    An entry that only some runs have is the mean of those.
-
-    Raises:
-        ValueError: the runs are not of one GPU.
-    """
-    first = documents[0]
-    identity = _identity_of(form_of(first))
-    if len({document["environment"]["gpu"] for document in documents}) != 1:
-        raise ValueError("expected results of one GPU, got several")
-    if len({document.get("benchmark") for document in documents}) != 1:
-        raise ValueError("expected results of one benchmark, got several")
-    found: dict[tuple[Any, ...], list[dict[str, float]]] = {}
-    first_of: dict[tuple[Any, ...], Mapping[str, Any]] = {}
-    for document in documents:
-        for entry in document["entries"]:
-            times = {key_of(candidate): candidate["us"] for candidate in entry["candidates"]}
-            found.setdefault(identity(entry), []).append(times)
-            first_of.setdefault(identity(entry), entry)
-    entries = []
-    for key, entry in first_of.items():
-        runs = found[key]
-        fastest = [min(times.values()) for times in runs]
-        level = sum(fastest) / len(fastest)
-        candidates = []
-        for candidate in entry["candidates"]:
-            name = key_of(candidate)
-            slower = [times[name] / best for times, best in zip(runs, fastest, strict=True)]
-            candidates.append({**candidate, "us": round(level * sum(slower) / len(slower), 4)})
-        entries.append({**entry, "candidates": candidates})
-    return {**first, "entries": entries}
-
-
-def _identity_of(form: Form) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
-    return lambda entry: tuple(entry[name] for name in form.identity)
-
-
-def shipped_table(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the table that a document's GPU ships with.
-
-    Per row count the fastest configuration; of those within 1%, less than two runs differ by, the
-    one that is best over all row counts, so that few instances have to be compiled.
-
-    Raises:
-        ValueError: no table is made from this benchmark.
-    """
-    e, form = document["environment"], form_of(document).table
-    if form is None:
-        raise ValueError(f"no table is made from results of bench {document['benchmark']}")
-    measured = [x for x in document["entries"] if form.is_for_table(x)]
-    favour = {kind: _mean_slowdown(measured, kind) for kind in {x["kind"] for x in measured}}
-    entries = [
-        {
-            **form.place(entry),
-            "chosen": _choice(entry, favour[entry["kind"]]),
-            "us": {key_of(candidate): candidate["us"] for candidate in entry["candidates"]},
-        }
-        for entry in measured
-    ]
-    facts = {
-        name: e[name]
-        for name in (
-            "compute_capability",
-            "num_sms",
-            "driver",
-            "nvrtc",
-            "packages",
-            "commit",
-            "date",
-        )
-    }
-    return {
-        "schema": 1,
-        "unit": form.unit,
-        "gpus": {e["gpu"]: {**facts, "entries": entries}},
-    }
-
-
-_CLOSE = 1.01
-
-
-def _mean_slowdown(entries: Sequence[Mapping[str, Any]], kind: str) -> dict[str, float]:
-    """Return per configuration how much slower than the fastest it is, on average."""
-    ratios: dict[str, list[float]] = {}
-    for entry in entries:
-        if entry["kind"] == kind:
-            fastest = min(candidate["us"] for candidate in entry["candidates"])
-            for candidate in entry["candidates"]:
-                ratios.setdefault(key_of(candidate), []).append(candidate["us"] / fastest)
-    return {name: sum(found) / len(found) for name, found in ratios.items()}
-
-
-def _choice(entry: Mapping[str, Any], slowdown: Mapping[str, float]) -> dict[str, Any]:
-    fastest = min(candidate["us"] for candidate in entry["candidates"])
-    close = [c for c in entry["candidates"] if c["us"] <= fastest * _CLOSE]
-    chosen = min(close, key=lambda candidate: slowdown[key_of(candidate)])
-    return {name: value for name, value in chosen.items() if name != "us"}
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:

@@ -73,8 +73,8 @@ def choose(
             another order.
         batch_invariant: the bits of a row may not depend on the other rows, nor on their number.
         config: what the caller named, checked; it decides.
-        why_not_mapped: what keeps the copy engine from fetching x, empty where that is told already; None
-            for nothing.
+        why_not_mapped: what keeps the copy engine from fetching x, empty where that is told
+            already; None for nothing.
     """
     if config is not None:
         found = Choice(kernels[0], config, NAMED)
@@ -116,7 +116,7 @@ def _chosen(
     if batch_invariant:
         return _invariant(n, k, num_tokens, gpu)
     for table in tables_of(GEMM, gpu):
-        entry, told = _entry(table, n, k, num_tokens, residual)
+        entry, told = entry_at(table, n, k, num_tokens, residual)
         if entry is not None:
             found = _known(kernels, table, entry, (n, k, num_tokens), gpu, told)
             if found is not None:
@@ -154,7 +154,7 @@ def why_not(kernel: str, k: int, num_tokens: int) -> str | None:
 # --- Measured ------------------------------------------------------------------------------------
 
 
-def _entry(
+def entry_at(
     table: Table, n: int, k: int, num_tokens: int, residual: bool
 ) -> tuple[Entry | None, str]:
     """Return what a table says of a product, and what is to be told of that.

@@ -75,7 +75,7 @@ def decode_command(
     if unknown:
         raise click.BadParameter(f"{unknown[0]!r} is none of {', '.join(decode.KINDS)}")
     entries = list(
-        decode.run(kinds or decode.KINDS, tokens or decode.TABLE_TOKENS, heads, [("chain", True)])
+        decode.run(kinds or decode.KINDS, tokens or decode.TOKENS, heads, [("chain", True)])
     )
     if not chain_only:
         entries += decode.run(
@@ -108,7 +108,7 @@ def prefill_command(
     """
     _need_gpu()
     from k3cupy.bench import prefill
-    from k3cupy.ops.mla_prefill_config import OPS
+    from k3cupy.kernels.mla_prefill import OPS
 
     names = {name.removeprefix("fused_mla_"): name for name in OPS}
     wanted = [names.get(op, op) for op in ops]
@@ -140,7 +140,7 @@ def gemm_command(
     _need_gpu()
     from k3cupy import projections
     from k3cupy.bench import gemm
-    from k3cupy.ops.gemm_tables import TOKEN_CLASSES
+    from k3cupy.choose.gemm import TOKEN_CLASSES
 
     wanted = shapes or [(p.n, p.k) for p in projections.shapes()]
     entries = gemm.run(wanted, tokens or TOKEN_CLASSES)
@@ -178,33 +178,25 @@ def linear_command(
 
 @bench.command("apply")
 @click.argument("results", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
-@click.option("--table", type=click.Path(path_type=Path), help="Write the shipped table there.")
+@click.option("--tables", type=click.Path(path_type=Path), help="Write shipped tables there.")
 @click.option("--page", type=click.Path(exists=True, path_type=Path), help="Renew a docs page.")
-def apply_command(results: tuple[Path, ...], table: Path | None, page: Path | None) -> None:
-    """Make the shipped table, or the docs' figures, from result files.
+def apply_command(results: tuple[Path, ...], tables: Path | None, page: Path | None) -> None:
+    """Make the shipped tables of exports of the tuner, or the docs' figures of results.
 
-    Of several runs the table takes the mean, the page the last. The table of the GEMMs is made from
-    files of `tune --export`, which have no figures for the docs.
+    Tables are the mean of several files of `tune --export`, a file a GPU and family of kernels;
+    --tables names the folder of all GPUs. A page shows the last of several result files.
     """
     from k3cupy.bench import forms, report
+    from k3cupy.bench import tables as shipped
 
-    documents = [json.loads(result.read_text(encoding="utf-8")) for result in results]
+    if (tables is None) == (page is None):
+        raise click.UsageError("say --tables with files of `tune --export`, or --page with results")
     try:
-        if "schema" in documents[0]:
-            _apply_exports(results, table, page)
-            return
-        if table is not None:
-            report.write_json(table, report.shipped_table(report.averaged(documents)))
+        if tables is not None:
+            for path in shipped.write_means(results, tables):
+                click.echo(f"wrote {path}")
         if page is not None:
-            chosen = report.with_shipped_choice(documents[-1])
+            chosen = report.with_shipped_choice(json.loads(results[-1].read_text("utf-8")))
             report.insert_markdown(page, report.markdown(chosen), forms.form_of(chosen).marker)
     except ValueError as error:
         raise click.ClickException(str(error)) from error
-
-
-def _apply_exports(exports: tuple[Path, ...], table: Path | None, page: Path | None) -> None:
-    from k3cupy.bench import gemm_table
-
-    if table is None or page is not None:
-        raise click.UsageError("files of `tune --export` make a table: say --table, and no --page")
-    gemm_table.write_mean(exports, table)

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
 from k3cupy.cli.options import shape_option
-from k3cupy.dispatch import tune as tuning
-from k3cupy.dispatch.presets import preset_names
-from k3cupy.dispatch.tuning import files
+from k3cupy.projections import preset_names
 from k3cupy.runtime import devices
 from k3cupy.runtime.errors import CompileError, ToolchainError
+from k3cupy.tuning import files
+from k3cupy.tuning import tune as tuning
 
 _INTERRUPTED = 130
 
 
 @click.command()
+@click.option(
+    "--op",
+    type=click.Choice(list(tuning.FAMILY_OF)),
+    default="low_latency_linear",
+    show_default=True,
+    help="Whose configurations.",
+)
 @click.option("--preset", type=click.Choice(preset_names()), help="Weights of a named model.")
 @shape_option("N x K of a weight, as 2112x7168.")
 @click.option(
@@ -26,7 +34,9 @@ _INTERRUPTED = 130
     metavar="PACKAGE.MODULE:NAME",
     help="Linear layers of a model of yours: a module, or what makes one.",
 )
-@click.option("--tokens", multiple=True, type=int, help="A number of rows; all that tables list.")
+@click.option("--kind", "kinds", multiple=True, help="MLA: formats, or an operation; all.")
+@click.option("--heads", "num_heads", type=int, help="MLA: local heads; 12 by default.")
+@click.option("--tokens", multiple=True, type=int, help="A number of tokens; the tables'.")
 @click.option("--residual/--no-residual", default=True, help="With a residual too; the default.")
 @click.option("--again", is_flag=True, help="Measure also what is measured already.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be measured.")
@@ -39,39 +49,33 @@ _INTERRUPTED = 130
 )
 @click.option("--device", type=int, default=None, help="GPU ordinal; the current one by default.")
 def tune(
-    preset: str | None,
-    shapes: tuple[tuple[int, int], ...],
-    module: str | None,
-    tokens: tuple[int, ...],
-    residual: bool,
+    op: str,
     again: bool,
     dry_run: bool,
     export: Path | None,
     source: Path | None,
     device: int | None,
+    **named: Any,
 ) -> None:
-    """Measure on this GPU which kernel each linear layer is to take, and keep it.
+    """Measure on this GPU which kernel and configuration each call is to take, and keep it.
 
-    Name the weights by one of --preset, --shape and --from-module. Ctrl-C loses nothing: the same
-    command goes on from there.
+    Name the weights of linear layers by one of --preset, --shape and --from-module. Ctrl-C loses
+    nothing: the same command goes on from there.
     """
+    options: dict[str, Any] = {
+        name: None if value == () else value for name, value in named.items()
+    }
     try:
         if source is not None:
             gpu = devices.info(devices.ordinal_of(device))
             count = len(files.import_file(source, gpu))
             click.echo(f"{count} measurements of {gpu.name} were added")
             return
-        if sum(map(bool, (preset, shapes, module))) != 1:
-            raise click.UsageError("name the weights by one of --preset, --shape and --from-module")
-        wanted = tuning.shapes_of(shapes or None, preset, module)
-        counts = tokens or None
         if dry_run:
-            job = tuning.prepare(wanted, counts, residual=residual, again=again, device=device)
-            click.echo(job)
+            targets = tuning.targets_of(op, **options)
+            click.echo(tuning.prepare(targets, again=again, device=device))
             return
-        report = tuning.tune(
-            wanted, tokens=counts, residual=residual, again=again, export=export, device=device
-        )
+        report = tuning.tune(op=op, again=again, export=export, device=device, **options)
     except (TypeError, ValueError, ToolchainError, CompileError) as error:
         raise click.ClickException(str(error)) from error
     except KeyboardInterrupt:

@@ -30,7 +30,7 @@ class ReportRow:
     """One line of a report.
 
     Attributes:
-        choice: what ran, and why.
+        choice: what ran, and why, without the instance, which differs from layout to layout.
         n: rows of the weight; 0 where the tensors do not say.
         k: its columns; 0 where the tensors do not say.
         num_tokens: rows of x, 65 for any number above 64; 0 where the tensors do not say.

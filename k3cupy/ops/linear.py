@@ -141,8 +141,9 @@ def explain_low_latency_gemm(
         linear: x: expected a CUDA tensor, got one on the cpu
     """
     values = (x, weight, residual, None)
-    _, choice = _decide(values, batch_invariance.resolved(batch_invariant), weight_is_static=False)
-    return choice
+    invariant = batch_invariance.resolved(batch_invariant)
+    problem, choice = _decide(values, invariant, weight_is_static=False)
+    return choice if problem is None else _completed(problem, choice)
 
 
 def select_backend(
@@ -239,7 +240,7 @@ def _make_route(
     if problem is None or choice.kernel == FRAMEWORK:
         return _counter_of(choice, values), None
     try:
-        plan = _OPERATIONS[choice.kernel].plan_of(problem, choice, stream)
+        plan = _OPERATIONS[choice.kernel].plan_of(problem, _completed(problem, choice), stream)
     except CaptureError as error:
         raise CaptureError(
             f"{error}. For low-latency linear that is k3cupy.warmup('low_latency_linear', "
@@ -256,7 +257,10 @@ def _make_route(
 def _decide(
     values: Values, batch_invariant: bool, weight_is_static: bool
 ) -> tuple[GemmProblem | None, Choice]:
-    """Return what our kernels would compute, where they take the call, and what is to run."""
+    """Return what our kernels would compute, where they take the call, and what is to run.
+
+    The choice is that of the product, the same for every layout and promise.
+    """
     try:
         problem = gemm.accept(OURS, LINEAR, values, weight_is_static=weight_is_static)
     except (TypeError, ValueError) as error:
@@ -279,9 +283,15 @@ def _decide(
         batch_invariant=batch_invariant,
         why_not_mapped=why_not_mapped(problem, slice(0, problem.num_tokens)),
     )
+    return problem, choice
+
+
+def _completed(problem: GemmProblem, choice: Choice) -> Choice:
+    """Return a choice with the instance and the launch attribute of a call."""
     if choice.kernel == FRAMEWORK:
-        return problem, choice
-    return problem, _OPERATIONS[choice.kernel].complete(problem, choice, gpu.has_pdl)
+        return choice
+    has_pdl = devices.info(problem.x.device_index).has_pdl
+    return _OPERATIONS[choice.kernel].complete(problem, choice, has_pdl)
 
 
 def _fallback(reason: str, batch_invariant: bool) -> Choice:

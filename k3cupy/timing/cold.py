@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from k3cupy.timing import graphs
+from k3cupy.timing.graphs import Effort, Recorded, in_turns
 
 COLD_BYTES = 300 << 20
 """Weights of as many bytes take turns, several times what L2 holds."""
@@ -36,49 +34,10 @@ def weights_of(n: int, k: int, pool: torch.Tensor) -> list[torch.Tensor]:
     return [pool[i * size : (i + 1) * size].view(n, k) for i in range(count)]
 
 
-@dataclass(frozen=True)
-class Effort:
-    """How long a body is timed.
-
-    Attributes:
-        rounds: turns of each graph.
-        replays: timed replays a turn.
-        warm: replays before them, not timed.
-    """
-
-    rounds: int = 3
-    replays: int = 5
-    warm: int = 2
-
-
-class Recorded:
-    """Bodies as graphs of many launches, each with the next weight, to be timed again and again."""
-
-    def __init__(self, weights: Sequence[torch.Tensor]) -> None:
-        large = 2 * weights[0].numel() > _LARGE_BYTES
-        self._weights = weights
-        self._launches = max(_LAUNCHES_OF_LARGE if large else _LAUNCHES, len(weights))
-        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
-
-    def record(self, name: Hashable, body: Body, *, hot: bool = False) -> None:
-        """Keep a body under a name; ``hot``: with one weight, which stays in L2 where it fits."""
-        turn = itertools.cycle(self._weights[:1] if hot else self._weights)
-        self._graphs[name] = graphs.capture(lambda: body(next(turn)), self._launches)
-
-    def __contains__(self, name: Hashable) -> bool:
-        """Whether a body was recorded under a name."""
-        return name in self._graphs
-
-    def measure(self, names: Sequence[Hashable], effort: Effort) -> list[float]:
-        """Return the microseconds of one launch of each recorded body."""
-        times = graphs.measure(
-            [self._graphs[name] for name in names],
-            self._launches,
-            rounds=effort.rounds,
-            replays=effort.replays,
-            warm=effort.warm,
-        )
-        return [round(us, 4) for us in times]
+def launches_of(weights: Sequence[torch.Tensor]) -> int:
+    """Return the launches of one graph: every weight at least once."""
+    large = 2 * weights[0].numel() > _LARGE_BYTES
+    return max(_LAUNCHES_OF_LARGE if large else _LAUNCHES, len(weights))
 
 
 class Timer:
@@ -97,10 +56,11 @@ class Timer:
 
     def _measure(self, bodies: Sequence[Body], *, hot: bool) -> list[float]:
         times: list[float] = []
+        weights = self._weights[:1] if hot else self._weights
         for start in range(0, len(bodies), _GRAPHS_AT_ONCE):
-            some = Recorded(self._weights)
+            some = Recorded(launches_of(self._weights))
             names = range(start, min(start + _GRAPHS_AT_ONCE, len(bodies)))
             for i in names:
-                some.record(i, bodies[i], hot=hot)
+                some.record(i, in_turns(bodies[i], weights))
             times += some.measure(names, self._effort)
         return times

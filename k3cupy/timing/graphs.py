@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
 import torch
+
+_T = TypeVar("_T")
 
 
 def capture(body: Callable[[], Any], launches: int) -> torch.cuda.CUDAGraph:
@@ -62,6 +65,48 @@ def measure(
                 for start, end in itertools.pairwise(marks)
             ]
     return [statistics.median(found) for found in times]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long a body is timed.
+
+    Attributes:
+        rounds: turns of each graph.
+        replays: timed replays a turn.
+        warm: replays before them, not timed.
+    """
+
+    rounds: int = 3
+    replays: int = 5
+    warm: int = 2
+
+
+class Recorded:
+    """Bodies as graphs of many launches, to be timed again and again."""
+
+    def __init__(self, launches: int) -> None:
+        self._launches = launches
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+
+    def record(self, name: Hashable, body: Callable[[], Any]) -> None:
+        """Keep a body under a name."""
+        self._graphs[name] = capture(body, self._launches)
+
+    def __contains__(self, name: Hashable) -> bool:
+        """Whether a body was recorded under a name."""
+        return name in self._graphs
+
+    def measure(self, names: Sequence[Hashable], effort: Effort) -> list[float]:
+        """Return the microseconds of one launch of each recorded body."""
+        found = [self._graphs[name] for name in names]
+        return [round(us, 4) for us in measure(found, self._launches, **asdict(effort))]
+
+
+def in_turns(run: Callable[[_T], Any], of: Sequence[_T]) -> Callable[[], Any]:
+    """Return a body that gives each launch the next one of several sets of tensors."""
+    turn = itertools.cycle(of)
+    return lambda: run(next(turn))
 
 
 def host_us(body: Callable[[], Any], *, calls: int = 500, batches: int = 5) -> float:

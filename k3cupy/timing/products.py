@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 
+import k3cupy
+from k3cupy.call.choice import LINEAR
+from k3cupy.choose.gemm import FUSED_A, SKINNY
+
 _ROUNDING = 2**-8
 _EXTRA_COLUMNS = 64
 
@@ -59,6 +63,21 @@ class Product:
         if self.residual is None:
             return torch.nn.functional.linear(self.x, weight)
         return torch.addmm(self.residual, self.x, weight.T)
+
+    def call(self, kernel: str, config: Any) -> Callable[[torch.Tensor], Any]:
+        """Return the call of a kernel as a linear layer makes it: the weight is static.
+
+        A kernel of ours writes ``out``.
+        """
+        if kernel == LINEAR:
+            return self.linear
+        runs: dict[str, Callable[..., Any]] = {
+            FUSED_A: k3cupy.fused_a_gemm,
+            SKINNY: k3cupy.skinny_gemm,
+        }
+        run = runs[kernel]
+        options: dict[str, Any] = {"out": self.out, "config": config, "weight_is_static": True}
+        return lambda weight: run(self.x, weight, self.residual, **options)
 
     def check(self, body: Callable[[torch.Tensor], Any], weight: torch.Tensor) -> str | None:
         """Let a body write ``out``, which held NaN, and say what is wrong with it, or None.

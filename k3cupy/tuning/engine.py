@@ -1,4 +1,4 @@
-"""Measuring one product after the other: first correctness, then a glance, then full rounds."""
+"""Measuring one target after the other: first correctness, then a glance, then full rounds."""
 
 from __future__ import annotations
 
@@ -7,16 +7,10 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from k3cupy.dispatch.tuning.candidates import (
-    LINEAR,
-    Candidate,
-    Known,
-    Target,
-    candidates,
-    entry_from,
-)
-from k3cupy.ops.gemm_entry import GemmEntry
+from k3cupy.choose.table import Entry
 from k3cupy.runtime.devices import DeviceInfo
+from k3cupy.tuning.entries import LINEAR, Candidate, Known, entry_from
+from k3cupy.tuning.targets import Target
 
 _CLEARLY_BEHIND = 1.15
 """A candidate that is as far behind at the first glance is not looked at again."""
@@ -37,16 +31,16 @@ class Meter(Protocol):
     """What compiles, checks and times; a GPU, or a stand-in.
 
     Attributes:
-        device: the GPU that the numbers are of.
+        gpu: that the numbers are of.
     """
 
-    device: DeviceInfo
+    gpu: DeviceInfo
 
     def compile(self, target: Target, candidates: Sequence[Candidate]) -> None:
         """Begin to compile what candidates need, behind what was asked for before; do not wait."""
 
     def check(self, target: Target, candidate: Candidate) -> str | None:
-        """Say in words why a candidate cannot be used for a product, or None where it is right."""
+        """Say in words why a candidate cannot be used for a target, or None where it is right."""
 
     def time(self, target: Target, candidates: Sequence[Candidate], effort: Effort) -> list[float]:
         """Return microseconds a launch; the candidates take turns."""
@@ -57,67 +51,75 @@ class Meter(Protocol):
 
 @dataclass(frozen=True)
 class Measured:
-    """One product, measured.
+    """One target, measured.
 
     Attributes:
         target: which.
-        entry: its times and what they choose.
+        entry: its times and what they choose; None where nothing was right.
         refused: what failed the check, and why; none of it is in the entry.
     """
 
     target: Target
-    entry: GemmEntry
+    entry: Entry | None
     refused: Mapping[Candidate, str]
+
+    @property
+    def refusals(self) -> tuple[str, ...]:
+        """A line for each candidate that failed."""
+        return tuple(f"{self.target}, {c}: {why}" for c, why in self.refused.items())
 
 
 def measure_all(
     wanted: Sequence[Target], known: Known, meter: Meter
 ) -> Generator[Measured, None, None]:
-    """Yield one product after the other, each as soon as it has been measured.
+    """Yield one target after the other, each as soon as it has been measured.
 
     What the later ones need is compiled while the earlier ones are measured.
 
     Args:
-        wanted: in order, from ``targets``.
+        wanted: in order.
         known: what was measured before; it narrows what is measured.
         meter: see there. It is closed at the end, also after an error or an interruption.
     """
     found = dict(known)
     try:
-        plain = {target.key for target in wanted if not target.residual}
+        keys = {target.key for target in wanted}
+        waiting = {target.follows: target for target in wanted if target.follows in keys}
         for target in wanted:
-            if not target.residual or (target.n, target.k, target.tokens, False) not in plain:
-                meter.compile(target, candidates(target, found, meter.device))
-        added = {target.key: target for target in wanted if target.residual}
+            if target.follows not in waiting:
+                meter.compile(target, target.candidates(found, meter.gpu))
         for target in wanted:
-            measured = measure(target, candidates(target, found, meter.device), meter)
-            found[target.key] = measured.entry
-            later = added.get((target.n, target.k, target.tokens, True))
-            if later is not None and later is not target:
-                meter.compile(later, candidates(later, found, meter.device))
+            measured = measure(target, target.candidates(found, meter.gpu), meter)
+            if measured.entry is not None:
+                found[target.key] = measured.entry
+            later = waiting.get(target.key)
+            if later is not None:
+                meter.compile(later, later.candidates(found, meter.gpu))
             yield measured
     finally:
         meter.close()
 
 
 def measure(target: Target, given: Sequence[Candidate], meter: Meter) -> Measured:
-    """Check and time the candidates of one product, the framework's linear beside them."""
+    """Check and time the candidates of one target."""
     refused = {c: why for c in given if (why := meter.check(target, c)) is not None}
-    sound = [LINEAR, *(candidate for candidate in given if candidate not in refused)]
+    sound = [*target.beside, *(candidate for candidate in given if candidate not in refused)]
+    if not sound:
+        return Measured(target, None, refused)
     glance = dict(zip(sound, meter.time(target, sound, Effort.GLANCE), strict=True))
     times = {**glance, **_timed_in_full(target, glance, meter)}
-    return Measured(target, entry_from(target, times), refused)
+    return Measured(target, entry_from(*target.key, times), refused)
 
 
 def _timed_in_full(
     target: Target, glance: Mapping[Candidate, float], meter: Meter
 ) -> dict[Candidate, float]:
-    """Return thorough times of all that may be the fastest, of the best of each backend too.
+    """Return thorough times of all that may be the fastest, of the best of each kernel too.
 
     In the end nothing that was only glanced at is as fast as the fastest.
     """
     limit = _CLEARLY_BEHIND * min(glance.values())
-    best_of = {c.backend: c for c in sorted(glance, key=glance.__getitem__, reverse=True)}
+    best_of = {c.kernel: c for c in sorted(glance, key=glance.__getitem__, reverse=True)}
     times: dict[Candidate, float] = {}
 
     def time(due: Sequence[Candidate], effort: Effort) -> None:
@@ -126,7 +128,7 @@ def _timed_in_full(
             fastest = min(times.values())
             due = [c for c, us in glance.items() if c not in times and us <= fastest]
 
-    time([c for c, us in glance.items() if us <= limit or c is best_of[c.backend]], Effort.FULL)
+    time([c for c, us in glance.items() if us <= limit or c is best_of[c.kernel]], Effort.FULL)
     close = [c for c, us in times.items() if us <= _CLOSE * min(times.values())]
     if LINEAR in close and len(close) > 1:
         time(close, Effort.EXTRA)

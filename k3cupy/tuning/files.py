@@ -3,92 +3,93 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from k3cupy.ops import checks, gemm_cache
-from k3cupy.ops.gemm_entry import USER, GemmEntry, entry_of
+from k3cupy.choose import cache
+from k3cupy.choose.table import FAMILIES, SCHEMA, Entry, entry_of, kernels_digest, parts_of
+from k3cupy.choose.table import table_text as text_of
 from k3cupy.runtime.devices import DeviceInfo
+from k3cupy.runtime.errors import reject
 from k3cupy.timing import environment
 
 _ABOUT = "Measured by `python -m k3cupy tune`."
+_FACTS = ("num_sms", "driver", "nvrtc", "packages", "commit", "date")
 
 
 def write_export(
-    path: Path, entries: Iterable[GemmEntry], device: DeviceInfo, commit: str | None = None
+    path: Path, family: str, entries: Iterable[Entry], gpu: DeviceInfo, commit: str | None = None
 ) -> None:
     """Write measurements of this machine with GPU, driver, versions, commit and date.
 
     Args:
         path: of the file; its folder is made.
+        family: of kernels.
         entries: measured with the present kernels.
-        device: the GPU.
+        gpu: the GPU.
         commit: of the sources, where they are not in a git checkout.
     """
-    facts = environment.describe(device.index, commit)
-    named = ("num_sms", "driver", "nvrtc", "packages", "commit", "date")
+    facts = environment.describe(gpu.index, commit)
     header = {
-        "schema": gemm_cache.SCHEMA,
-        "unit": gemm_cache.UNIT,
-        "gpu": device.name,
-        "arch": device.arch,
-        "measured_by_us": True,
+        "schema": SCHEMA,
+        "family": family,
+        "gpu": gpu.name,
+        "sources": kernels_digest(family),
+        "unit": cache.UNITS[family],
+        "arch": gpu.arch,
         "about": _ABOUT,
-        **{name: facts[name] for name in named},
-        "sources": gemm_cache.sources_digest(),
+        **{name: facts[name] for name in _FACTS},
     }
+    write_table(path, header, map(undated, entries))
+
+
+def write_table(path: Path, header: Mapping[str, Any], entries: Iterable[Entry]) -> None:
+    """Write a table, making its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(gemm_cache.table_text(header, map(undated, entries)), encoding="utf-8")
+    path.write_text(text_of(header, entries), encoding="utf-8")
 
 
-def undated(entry: GemmEntry) -> GemmEntry:
+def undated(entry: Entry) -> Entry:
     """Return an entry for a file whose header says when and with which kernels it was measured."""
     return dataclasses.replace(entry, date="", sources="")
 
 
-def read_export(path: Path) -> tuple[Mapping[str, Any], tuple[GemmEntry, ...]]:
+def read_export(path: Path) -> tuple[Mapping[str, Any], tuple[Entry, ...]]:
     """Return header and entries of a file that ``write_export`` wrote, every entry checked.
 
     Raises:
         ValueError: it is none, or an entry is wrong; the text names the file.
     """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        if document["schema"] != gemm_cache.SCHEMA:
-            raise ValueError(f"schema {document['schema']!r} instead of {gemm_cache.SCHEMA}")
-        if not document["measured_by_us"]:
+        header, problems = parts_of(path.read_text(encoding="utf-8"))
+        if header["family"] not in FAMILIES:
+            raise ValueError(f"there is no family {header['family']!r:.100}")
+        _ = header["arch"], header["date"], header["sources"]
+        entries = tuple(entry_of(name, row) for name, rows in problems.items() for row in rows)
+        if header["gpu"] is None or not all(entry.times for entry in entries):
             raise ValueError("figures that nobody measured")
-        rows = list(document.pop("entries"))
-        entries = tuple(entry_of(row, USER) for row in rows)
-        header = {name: document[name] for name in ("gpu", "sources")} | document
-    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
+    except (OSError, KeyError, TypeError, ValueError) as error:
         told = f"{path}, which is not one ({type(error).__name__}: {error})"
-        checks.reject("import", "a file made by `python -m k3cupy tune --export`", told)
+        reject("import", "a file made by `python -m k3cupy tune --export`", told)
     return header, entries
 
 
-def import_file(path: Path, device: DeviceInfo) -> Sequence[GemmEntry]:
-    """Add the entries of an exported file to the user cache; they replace those of their products.
+def import_file(path: Path, gpu: DeviceInfo) -> tuple[Entry, ...]:
+    """Add the entries of an exported file to the user cache; they replace those of their problems.
 
     Raises:
         ValueError: the file is none, or of another GPU, or of other kernels.
     """
     header, entries = read_export(path)
-    if header["gpu"] != device.name:
-        checks.reject(
-            "import",
-            f"measurements of {device.name}",
-            f"those of {header['gpu']} in {path}",
-            "Another GPU is measured anew: python -m k3cupy tune",
-        )
-    if header["sources"] != gemm_cache.sources_digest():
-        checks.reject(
-            "import",
-            "measurements of the kernels of this version",
-            f"those of another in {path}",
-            "Measure anew: python -m k3cupy tune",
-        )
-    gemm_cache.add(map(undated, entries), device)
+    if header["gpu"] != gpu.name:
+        found = f"those of {header['gpu']} in {path}"
+        hint = "Another GPU is measured anew: python -m k3cupy tune"
+        reject("import", f"measurements of {gpu.name}", found, hint)
+    if header["sources"] != kernels_digest(header["family"]):
+        wanted = "measurements of the kernels of this version"
+        hint = "Measure anew: python -m k3cupy tune"
+        reject("import", wanted, f"those of another in {path}", hint)
+    cache.add(header["family"], map(undated, entries), gpu)
+    cache.reload()
     return entries

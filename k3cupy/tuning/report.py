@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from k3cupy.dispatch.tuning.candidates import Target
-from k3cupy.dispatch.tuning.engine import Measured
-from k3cupy.ops.gemm_entry import FUSED_A, SKINNY, GemmEntry
+from k3cupy.call.choice import LINEAR
+from k3cupy.choose.gemm import FUSED_A, SKINNY
+from k3cupy.choose.table import GEMM, Entry, key_of
+from k3cupy.tuning.engine import Measured
+from k3cupy.tuning.targets import Target
 
 _MARKS = {FUSED_A: "F", SKINNY: "S"}
 _WIDTH = 200
 
 
-def speed_up(entry: GemmEntry) -> float:
+def speed_up(entry: Entry) -> float:
     """Return how many times faster than the framework's linear the choice is; 1 where it is it."""
-    us, linear_us = entry.chosen_us, entry.linear_us
+    us, linear_us = entry.us, entry.linear_us
     return linear_us / us if us and linear_us else 1.0
 
 
-def mean_speed_up(entries: Iterable[GemmEntry]) -> float:
-    """Return the geometric mean over several products."""
-    return statistics.geometric_mean([speed_up(entry) for entry in entries] or [1.0])
+def mean_speed_up(entries: Iterable[Entry]) -> str:
+    """Return the geometric mean over several products in words; nothing of others."""
+    found = [speed_up(entry) for entry in entries if entry.linear_us is not None]
+    return f"{statistics.geometric_mean(found):.2f} x the framework's linear" if found else ""
 
 
 @dataclass(frozen=True)
@@ -35,30 +38,31 @@ class TuneReport:
 
     Attributes:
         gpu: the name of the GPU.
-        entries: one a product, measured now or before.
+        family: of kernels, as files of tables are named.
+        entries: one a problem and size, measured now or before.
         num_measured: how many of them were measured now; the others were there already.
         refused: a line for each candidate that failed its check and was not recorded.
         path: the file that keeps the measurements; None where none could be written.
     """
 
     gpu: str
-    entries: tuple[GemmEntry, ...]
+    family: str
+    entries: tuple[Entry, ...]
     num_measured: int
     refused: tuple[str, ...]
     path: Path | None
 
     def __str__(self) -> str:
-        """The choice for each shape and M, then what was refused, then where it is kept."""
+        """The choice for each problem and size, then what was refused, then where it is kept."""
         from rich.console import Console
 
         text = io.StringIO()
         console = Console(file=text, width=_WIDTH)
         console.print(self._table())
-        before = len(self.entries) - self.num_measured
+        before, mean = len(self.entries) - self.num_measured, mean_speed_up(self.entries)
         console.print(
-            f"{self.num_measured} products measured now, {before} before with the same kernels; "
-            f"{mean_speed_up(self.entries):.2f} x the framework's linear on average "
-            "(geometric mean)"
+            f"{self.num_measured} measured now, {before} before with the same kernels"
+            + (f"; {mean} on average (geometric mean)" if mean else "")
         )
         for line in self.refused:
             console.print(f"refused, not recorded: {line}", markup=False, soft_wrap=True)
@@ -69,101 +73,73 @@ class TuneReport:
     def _table(self) -> Any:
         from rich.table import Table
 
-        table = Table(
-            title=f"{self.gpu}: speed-up over the framework's linear",
-            caption="F: fused_a, S: skinny, -: the framework's linear is the fastest",
-        )
-        tokens = sorted({entry.tokens for entry in self.entries})
-        table.add_column("N x K")
-        for count in tokens:
-            table.add_column(f"M={count}", justify="right")
-        rows: dict[str, dict[int, GemmEntry]] = {}
+        title, caption, unit = "microseconds and configuration", "", "{} rows"
+        if self.family == GEMM:
+            title, unit = "speed-up over the framework's linear", "M={}"
+            caption = "F: fused_a, S: skinny, -: the framework's linear is the fastest"
+        table = Table(title=f"{self.gpu}: {title}", caption=caption)
+        sizes = sorted({entry.size for entry in self.entries})
+        table.add_column("problem")
+        for size in sizes:
+            table.add_column(unit.format(size), justify="right")
+        rows: dict[str, dict[int, Entry]] = {}
         for entry in self.entries:
-            rows.setdefault(Target(*entry.key).row, {})[entry.tokens] = entry
+            rows.setdefault(entry.problem, {})[entry.size] = entry
         for name, found in rows.items():
-            table.add_row(name, *(_cell(found.get(count)) for count in tokens))
+            table.add_row(name, *(_cell(found.get(size)) for size in sizes))
         return table
 
 
-def _cell(entry: GemmEntry | None) -> str:
+def _cell(entry: Entry | None) -> str:
     if entry is None:
         return ""
-    if entry.chosen is None:
+    if entry.kernel == LINEAR:
         return "-"
-    return f"{_MARKS[entry.chosen.backend]} {speed_up(entry):.2f}"
+    if entry.kernel in _MARKS:
+        return f"{_MARKS[entry.kernel]} {speed_up(entry):.2f}"
+    return f"{entry.us:.2f} ({key_of(entry.config)})"
 
 
-class Watch:
-    """Shows on standard error how far tuning has come: a bar, or a line a shape in a file."""
+@contextlib.contextmanager
+def watch(
+    targets: Sequence[Target], *, quiet: bool = False
+) -> Iterator[Callable[[Measured], None]]:
+    """Show on standard error how far tuning has come: a bar, or a line a problem in a file.
 
-    def __init__(self, targets: Sequence[Target], *, quiet: bool = False) -> None:
-        self._targets = targets
-        self._done: list[GemmEntry] = []
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-        )
+    Args:
+        targets: what is to come, in order.
+        quiet: show nothing.
 
-        self._console = Console(stderr=True, quiet=quiet)
-        self._bar: Progress | None = None
-        if self._console.is_terminal and not quiet:
-            self._bar = Progress(
-                TextColumn("measuring {task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                console=self._console,
-            )
-            self._task = self._bar.add_task(self._next(), total=len(targets))
+    Yields:
+        What takes note of a target that was measured.
+    """
+    from rich import progress
+    from rich.console import Console
 
-    def __enter__(self) -> Watch:
-        """Show the bar."""
-        if self._bar is not None:
-            self._bar.start()
-        return self
+    console = Console(stderr=True, quiet=quiet)
+    bar = progress.Progress(
+        progress.TextColumn("measuring {task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeRemainingColumn(),
+        console=console,
+        disable=quiet or not console.is_terminal,
+    )
+    names = [*map(str, targets), "done"]
+    task = bar.add_task(names[0], total=len(targets))
+    done: list[Measured] = []
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Leave the terminal as it was."""
-        if self._bar is not None:
-            self._bar.stop()
+    def note(measured: Measured) -> None:
+        done.append(measured)
+        for line in measured.refusals:
+            console.print(f"refused, not recorded: {line}", markup=False, soft_wrap=True)
+        bar.update(task, advance=1, description=names[len(done)])
+        problem, rest = measured.target.problem, targets[len(done) :]
+        if bar.disable and (not rest or rest[0].problem != problem):
+            found = [m.entry for m in done if m.target.problem == problem and m.entry]
+            mean = mean_speed_up(found)
+            told = f"{problem}: {len(found)} measured{f', {mean}' if mean else ''}"
+            console.print(told, soft_wrap=True)
 
-    def __call__(self, measured: Measured) -> None:
-        """Take note of one product."""
-        self._done.append(measured.entry)
-        for line in refusals(measured):
-            self._console.print(f"refused, not recorded: {line}", markup=False, soft_wrap=True)
-        if self._bar is not None:
-            self._bar.update(self._task, advance=1, description=self._next())
-        elif self._is_last_of_shape():
-            self._print_shape(measured.target)
-
-    def _next(self) -> str:
-        done = len(self._done)
-        return str(self._targets[done]) if done < len(self._targets) else "done"
-
-    def _is_last_of_shape(self) -> bool:
-        here, rest = self._targets[len(self._done) - 1], self._targets[len(self._done) :]
-        return not rest or rest[0].row != here.row
-
-    def _print_shape(self, target: Target) -> None:
-        of_shape = [e for e in self._done if Target(*e.key).row == target.row]
-        self._console.print(
-            f"{target.row}: {len(of_shape)} measured, "
-            f"{mean_speed_up(of_shape):.2f} x the framework's linear",
-            soft_wrap=True,
-        )
-
-
-def refusals(measured: Measured) -> tuple[str, ...]:
-    """Return a line for each candidate that failed."""
-    refused = measured.refused.items()
-    return tuple(f"{measured.target}, {candidate}: {why}" for candidate, why in refused)
+    with bar:
+        yield note

@@ -1,4 +1,4 @@
-"""``k3cupy.tune``: measure on this machine's GPU which kernel each linear layer is to take."""
+"""``k3cupy.tune``: measure on this machine's GPU which configuration each call is to take."""
 
 from __future__ import annotations
 
@@ -8,23 +8,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from k3cupy.dispatch import presets
-from k3cupy.dispatch.tuning import files
-from k3cupy.dispatch.tuning.candidates import Known, Target, candidates, targets
-from k3cupy.dispatch.tuning.engine import Meter, measure_all
-from k3cupy.dispatch.tuning.report import TuneReport, Watch, refusals
-from k3cupy.ops import checks, gemm_cache, gemm_tables
-from k3cupy.ops.gemm_entry import GemmEntry
+from k3cupy import projections
+from k3cupy.choose import cache
+from k3cupy.choose.table import GEMM, MLA_DECODE, MLA_PREFILL, Entry
 from k3cupy.runtime import devices, sources
 from k3cupy.runtime.devices import DeviceInfo
-from k3cupy.runtime.errors import ToolchainError
+from k3cupy.runtime.errors import ToolchainError, reject
+from k3cupy.tuning import files
+from k3cupy.tuning.engine import Meter, measure_all
+from k3cupy.tuning.entries import Known, settled
+from k3cupy.tuning.report import TuneReport, watch
+from k3cupy.tuning.targets import Target, gemm_targets, mla_targets
+
+FAMILY_OF = {
+    "low_latency_linear": GEMM,
+    "mla_decode": MLA_DECODE,
+    "mla_prefill": MLA_PREFILL,
+}
+"""Operation -> its family of kernels."""
+
+_OF_EPILOGUES = ("kinds", "num_heads")
+_NUM_HEADS = 12
+"""Of a GPU where eight share the model."""
 
 
 def tune(
     shapes: Sequence[tuple[int, int]] | None = None,
     *,
+    op: str = "low_latency_linear",
     preset: str | None = None,
     module: Any = None,
+    kinds: Sequence[str] | None = None,
+    num_heads: int | None = None,
     tokens: Sequence[int] | None = None,
     residual: bool = True,
     again: bool = False,
@@ -32,25 +47,31 @@ def tune(
     device: int | None = None,
     progress: bool = True,
 ) -> TuneReport:
-    """Measure the kernels for given weights on this GPU, and keep the result for later processes.
+    """Measure the configurations of an operation on this GPU, and keep the result for later.
 
-    Each kernel's product is checked first; what is wrong is reported and never recorded. Then the
-    kernels and PyTorch's own linear are timed in CUDA graphs with cold weights. Every finished
-    product is written to the user cache at once: an interrupted run loses nothing, and the next one
-    goes on from there. ``low_latency_linear`` and the rest of this process use the new choices from
-    the end of this call on.
+    What each one computes is checked first; what is wrong is reported and never recorded. Then they
+    are timed in CUDA graphs: products beside PyTorch's own linear, with cold weights; the decode
+    epilogue in its chain; the prefill epilogues one after the other. Every finished problem is
+    written to the user cache at once: an interrupted run loses nothing, and the next one goes on
+    from there. The rest of this process uses the new choices from the end of this call on.
 
     Args:
-        shapes: (N, K) of the weights.
-        preset: or the name of a model, for example ``"kimi-k3-tp8"``.
-        module: or a ``torch.nn.Module``, or where one is found, as ``"package.module:name"``; its
-            bfloat16 ``nn.Linear`` layers without bias are measured.
-        tokens: numbers of rows, of those that tables list; None: all of them, from 1 to 64.
-        residual: measure also with a residual, against ``torch.addmm``.
+        shapes: products: (N, K) of the weights.
+        op: ``"low_latency_linear"``, ``"mla_decode"``, or ``"mla_prefill"`` for the prefill and the
+            context epilogues.
+        preset: products: or the name of a model, for example ``"kimi-k3-tp8"``.
+        module: products: or a ``torch.nn.Module``, or where one is found, as
+            ``"package.module:name"``; its bfloat16 ``nn.Linear`` layers without bias are measured.
+        kinds: epilogues: formats of query and cache, as ``"fp8+fp8"``, or names of the prefill
+            operations; None: all.
+        num_heads: epilogues: local heads; None: 12.
+        tokens: numbers of tokens. Of products those that tables list, from 1 to 64. None: all that
+            the shipped tables have.
+        residual: products: measure also with a residual, against ``torch.addmm``.
         again: measure also what has been measured with the same kernels.
         export: write the measurements there too, to share them.
         device: GPU ordinal; by default PyTorch's current one.
-        progress: show a bar on standard error; where that is no terminal, a line a shape.
+        progress: show a bar on standard error; where that is no terminal, a line a problem.
 
     Returns:
         The choices and their times; prints as a table.
@@ -60,39 +81,58 @@ def tune(
         ToolchainError: there is no GPU, or no PyTorch, or the kernels cannot be built here.
 
     Example:
-        >>> print(k3cupy.tune([(2112, 7168)], tokens=[1, 8]))    # doctest: +SKIP
-        >>> print(k3cupy.tune(preset="kimi-k3-tp8"))             # doctest: +SKIP
+        >>> print(k3cupy.tune([(2112, 7168)], tokens=[1, 8]))             # doctest: +SKIP
+        >>> print(k3cupy.tune(preset="kimi-k3-tp8"))                      # doctest: +SKIP
+        >>> print(k3cupy.tune(op="mla_decode", kinds=["fp8+fp8"]))        # doctest: +SKIP
     """
-    job = prepare(
-        shapes_of(shapes, preset, module), tokens, residual=residual, again=again, device=device
+    targets = targets_of(
+        op,
+        shapes=shapes,
+        preset=preset,
+        module=module,
+        kinds=kinds,
+        num_heads=num_heads,
+        tokens=tokens,
+        residual=residual,
     )
-    with _on(job.device):
+    job = prepare(targets, again=again, device=device)
+    with _on(job.gpu):
         report = run(job, progress=progress)
     if export is not None:
-        files.write_export(Path(export), report.entries, job.device)
+        files.write_export(Path(export), report.family, report.entries, job.gpu)
     return report
 
 
-def shapes_of(
-    shapes: Sequence[tuple[int, int]] | None = None, preset: str | None = None, module: Any = None
-) -> presets.Shapes:
-    """Return the weights that one of the three ways to name them means.
+def targets_of(
+    op: str, *, tokens: Sequence[int] | None = None, residual: bool = True, **named: Any
+) -> tuple[Target, ...]:
+    """Return what the arguments of ``tune`` name, in the order in which it is measured.
+
+    Args:
+        op: as for ``tune``.
+        tokens: the same.
+        residual: the same.
+        **named: its other arguments that say what to measure; None is not given.
 
     Raises:
-        TypeError, ValueError: none or several are given, or one does not fit.
+        TypeError, ValueError: one does not fit, or is of another operation.
     """
-    given = [
-        name
-        for name, value in (("shapes", shapes), ("preset", preset), ("module", module))
-        if value is not None
-    ]
+    if op not in FAMILY_OF:
+        reject("op", " or ".join(map(repr, FAMILY_OF)), repr(op))
+    family = FAMILY_OF[op]
+    given = {name: value for name, value in named.items() if value is not None}
+    for name, value in given.items():
+        if (name in _OF_EPILOGUES) is (family == GEMM):
+            reject(name, f"None with op={op!r}", repr(value))
+    if family != GEMM:
+        heads = given.get("num_heads", _NUM_HEADS)
+        return mla_targets(family, given.get("kinds"), tokens, heads)
     if len(given) != 1:
-        checks.reject(
-            "shapes", "one of shapes, preset and module", " and ".join(given) or "none of them"
-        )
-    if preset is not None:
-        return presets.preset_shapes(preset)
-    return tuple(shapes) if shapes is not None else presets.module_shapes(module)
+        told = " and ".join(given) or "none of them"
+        reject("shapes", "one of shapes, preset and module", told)
+    ((name, value),) = given.items()
+    made = {"preset": projections.preset_shapes, "module": projections.module_shapes}
+    return gemm_targets(made[name](value) if name in made else value, tokens, residual=residual)
 
 
 @dataclass(frozen=True)
@@ -100,48 +140,44 @@ class Job:
     """What is to be measured.
 
     Attributes:
-        device: the GPU.
-        targets: every product that was asked for, in order.
+        gpu: the GPU.
+        targets: all that was asked for, in order, of one family.
         known: what is kept from before, of the same kernels.
         todo: those of the targets that are to be measured.
     """
 
-    device: DeviceInfo
+    gpu: DeviceInfo
     targets: tuple[Target, ...]
     known: Known
     todo: tuple[Target, ...]
 
+    @property
+    def family(self) -> str:
+        """The family of kernels."""
+        return self.targets[0].family
+
     def __str__(self) -> str:
-        """A line a shape: what would be measured."""
+        """A line a problem: what would be measured."""
         done = len(self.targets) - len(self.todo)
-        lines = [f"{self.device.name}: {len(self.todo)} products to measure, {done} are known"]
-        for row in dict.fromkeys(target.row for target in self.todo):
-            here = [target for target in self.todo if target.row == row]
-            some = {c for t in here for c in candidates(t, self.known, self.device)}
-            told = "the best of these" if here[0].residual else f"{len(some)} candidates"
+        lines = [f"{self.gpu.name}: {len(self.todo)} to measure, {done} are known"]
+        for problem in dict.fromkeys(target.problem for target in self.todo):
+            here = [target for target in self.todo if target.problem == problem]
+            some = {c for t in here for c in t.candidates(self.known, self.gpu)}
+            told = "the best of these" if here[0].follows else f"{len(some)} candidates"
             counts = ", ".join(str(target.tokens) for target in here)
-            lines.append(f"  {row}: M = {counts}; {told}")
+            lines.append(f"  {problem}: M = {counts}; {told}")
         return "\n".join(lines)
 
 
-def prepare(
-    shapes: Sequence[tuple[int, int]],
-    tokens: Sequence[int] | None = None,
-    *,
-    residual: bool = True,
-    again: bool = False,
-    device: int | None = None,
-) -> Job:
-    """Return what ``tune`` would measure; the arguments are the same.
+def prepare(targets: Sequence[Target], *, again: bool = False, device: int | None = None) -> Job:
+    """Return what ``tune`` would measure of some targets; the other arguments are the same.
 
     Raises:
-        TypeError, ValueError: an argument does not fit.
+        ValueError: the kernels are not those of the package.
         ToolchainError: there is no GPU.
     """
-    counts = gemm_tables.TOKENS if tokens is None else tokens
-    wanted = targets(tuple(shapes), counts, residual=residual)
     if sources.overridden() is not None:
-        checks.reject(
+        reject(
             "sources",
             "the kernels of the package, which a measurement is kept for",
             f"edited ones in {sources.overridden()}",
@@ -149,57 +185,63 @@ def prepare(
             "bench linear`",
         )
     gpu = devices.info(devices.ordinal_of(device))
-    entries = gemm_cache.read(gemm_cache.path_of(gpu), gpu.name)
-    asked = {target.key for target in wanted}
+    asked = {target.key for target in targets}
+    entries = cache.table(targets[0].family, gpu.name)
     known = {e.key: e for e in entries if not (again and e.key in asked)}
-    return Job(gpu, wanted, known, tuple(t for t in wanted if t.key not in known))
+    return Job(gpu, tuple(targets), known, tuple(t for t in targets if t.key not in known))
 
 
 def run(job: Job, meter: Meter | None = None, *, progress: bool = True) -> TuneReport:
-    """Measure a job, and keep every product as soon as it is done.
+    """Measure a job, and keep every problem and size as soon as it is done.
 
     Args:
         job: from ``prepare``.
         meter: what measures; None for the job's GPU.
         progress: as for ``tune``.
     """
-    path: Path | None = gemm_cache.path_of(job.device)
-    found: dict[tuple[int, int, int, bool], GemmEntry] = dict(job.known)
+    path: Path | None = cache.path_of(job.family, job.gpu.name)
+    found = dict(job.known)
     refused: list[str] = []
-    unsaved: list[GemmEntry] = []
+    unsaved: dict[tuple[str, int], Entry] = {}
+    last_of = {target.problem: target for target in job.todo}
 
     def save() -> None:
         nonlocal path
         if unsaved:
-            path = gemm_cache.add(unsaved, job.device)
+            path = cache.add(job.family, unsaved.values(), job.gpu)
             unsaved.clear()
 
     try:
         if job.todo:
             measuring = measure_all(job.todo, job.known, meter or _cuda_meter(job))
-            with contextlib.closing(measuring), Watch(job.todo, quiet=not progress) as watch:
+            with contextlib.closing(measuring), watch(job.todo, quiet=not progress) as note:
                 for measured in measuring:
-                    unsaved.append(measured.entry)
+                    target = measured.target
+                    if measured.entry is not None:
+                        unsaved[target.key] = measured.entry
+                    if target is last_of[target.problem]:
+                        every = (found | unsaved).values()
+                        unsaved |= settled(e for e in every if e.problem == target.problem)
+                    found |= unsaved
                     save()
-                    found[measured.target.key] = measured.entry
-                    refused += refusals(measured)
-                    watch(measured)
+                    refused += measured.refusals
+                    note(measured)
     finally:
         save()  # an interruption may have come between
-        gemm_tables.reload()
-    entries = tuple(found[target.key] for target in job.targets)
-    return TuneReport(job.device.name, entries, len(job.todo), tuple(refused), path)
+        cache.reload()
+    entries = tuple(found[target.key] for target in job.targets if target.key in found)
+    count = sum(target.key in found for target in job.todo)
+    return TuneReport(job.gpu.name, job.family, entries, count, tuple(refused), path)
 
 
 def _cuda_meter(job: Job) -> Meter:
-    from k3cupy.dispatch.tuning.cuda_meter import CudaMeter
+    from k3cupy.tuning.cuda_meter import CudaMeter  # which imports PyTorch
 
-    shapes = dict.fromkeys((target.n, target.k) for target in job.todo)
-    return CudaMeter(tuple(shapes), job.device.index)
+    return CudaMeter(job.todo, job.gpu.index)
 
 
 @contextlib.contextmanager
-def _on(device: DeviceInfo) -> Iterator[None]:
+def _on(gpu: DeviceInfo) -> Iterator[None]:
     """Make a GPU PyTorch's current one.
 
     Raises:
@@ -211,5 +253,5 @@ def _on(device: DeviceInfo) -> Iterator[None]:
         raise ToolchainError("tuning needs PyTorch: pip install torch") from error
     if not torch.cuda.is_available():
         raise ToolchainError("tuning needs a CUDA GPU; PyTorch sees none")
-    with torch.cuda.device(device.index), torch.no_grad():
+    with torch.cuda.device(gpu.index), torch.no_grad():
         yield

@@ -1,0 +1,210 @@
+"""What is measured, in which order, and with which candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from k3cupy.choose import gemm
+from k3cupy.choose.fused_a_gemm import tile_m_of
+from k3cupy.choose.gemm import FUSED_A, OURS, TOKEN_CLASSES
+from k3cupy.choose.table import GEMM, KERNELS, MLA_DECODE, MLA_PREFILL
+from k3cupy.kernels import fused_a_gemm, mla_decode, mla_prefill, skinny_gemm
+from k3cupy.ops.warmup import shapes_of
+from k3cupy.runtime.devices import DeviceInfo
+from k3cupy.runtime.errors import reject
+from k3cupy.runtime.instances import Instance
+from k3cupy.tuning.entries import LINEAR, Candidate, Known
+
+KINDS = {
+    MLA_DECODE: ("16bit+same", "fp8+fp8", "16bit+ds_mla", "16bit+fp8", "fp8+same"),
+    MLA_PREFILL: mla_prefill.OPS,
+}
+"""Problems of the epilogues: query format + cache format, or the operation."""
+
+TOKENS = {
+    GEMM: gemm.TOKENS,
+    MLA_DECODE: (1, 2, 4, 8, 16, 32, 64, 65, 128, 256, 512, 1024),
+    MLA_PREFILL: (1, 4, 16, 64, 512, 4096, 16_384, 65_536),
+}
+"""Numbers of tokens that are measured where nobody names any."""
+
+_BEST_OF_NEIGHBOUR = 4
+"""Between the token classes only as many of the neighbours' best are measured."""
+
+_BEST_FOR_RESIDUAL = 2
+
+
+class _Target:
+    """One problem of one size, as tables name them: what both kinds of targets share."""
+
+    problem: Any
+    size: Any
+    tokens: int
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What names it, as ``Entry.key``."""
+        return self.problem, self.size
+
+    def __str__(self) -> str:
+        """For people: ``bfloat16 2112x7168, M = 4``."""
+        return f"{self.problem}, M = {self.tokens}"
+
+
+@dataclass(frozen=True)
+class GemmTarget(_Target):
+    """A product: [tokens, k] times [n, k] transposed, a residual added or not.
+
+    It is timed beside the framework's linear, which needs no check.
+    """
+
+    n: int
+    k: int
+    tokens: int
+    residual: bool = False
+
+    family = GEMM
+    beside = (LINEAR,)
+
+    @property
+    def problem(self) -> str:
+        """The weight."""
+        return gemm.problem_of(self.n, self.k, residual=self.residual)
+
+    @property
+    def size(self) -> int:
+        """The number of tokens."""
+        return self.tokens
+
+    @property
+    def follows(self) -> tuple[str, int] | None:
+        """The product without a residual: only its best are measured with one."""
+        return replace(self, residual=False).key if self.residual else None
+
+    def candidates(self, known: Known, gpu: DeviceInfo) -> tuple[Candidate, ...]:
+        """Return what is worth measuring; what is known narrows it.
+
+        Without a residual that is all that the kernels have, and between the classes of tokens the
+        best of the neighbours.
+        """
+        if self.residual:
+            plain = replace(self, residual=False)
+            best = (_best(known, plain, kernel, _BEST_FOR_RESIDUAL) for kernel in OURS)
+            return tuple(candidate for found in best for candidate in found)
+        every = [
+            Candidate(kernel, config)
+            for kernel in OURS
+            for config in gemm.candidates(kernel, self.n, self.k, self.tokens, gpu)
+        ]
+        neighbours = self._best_of_neighbours(known)
+        if neighbours:
+            every = [*neighbours, *(c for c in every if c.kernel != FUSED_A)]
+        return tuple(every)
+
+    def _best_of_neighbours(self, known: Known) -> Iterable[Candidate]:
+        """Return the best of fused-A in the classes around a number of tokens that is no class."""
+        above = gemm.class_of(self.tokens)
+        if self.tokens == above:
+            return ()
+        best = _best(known, replace(self, tokens=above), FUSED_A, _BEST_OF_NEIGHBOUR)
+        below = max(count for count in TOKEN_CLASSES if count < self.tokens)
+        if best and tile_m_of(below) == tile_m_of(self.tokens):
+            best += _best(known, replace(self, tokens=below), FUSED_A, _BEST_OF_NEIGHBOUR)
+        return dict.fromkeys(best)
+
+    def instance(self, candidate: Candidate) -> Instance:
+        """Return what has to be compiled to run a candidate as a linear layer does, x packed."""
+        kernels: Any = fused_a_gemm if candidate.kernel == FUSED_A else skinny_gemm
+        variant = kernels.Variant(has_residual=self.residual, weight_is_static=True)
+        found: Instance = candidate.config.instance(variant)
+        return found
+
+
+def _best(known: Known, target: GemmTarget, kernel: str, count: int) -> list[Candidate]:
+    """Return the fastest of a kernel, or nothing where they were not measured."""
+    entry = known.get(target.key)
+    times = entry.times.get(kernel, {}) if entry else {}
+    return [Candidate(kernel, config) for config in sorted(times, key=times.__getitem__)[:count]]
+
+
+@dataclass(frozen=True)
+class MlaTarget(_Target):
+    """A call of an MLA epilogue, without RoPE, rows at multiples of 16 bytes."""
+
+    family: str
+    problem: str
+    tokens: int
+    heads: int
+
+    beside = ()
+    follows = None
+
+    @property
+    def size(self) -> int:
+        """The rows that are written; of prefill those of the heads."""
+        return self.tokens * (self.heads + (self.family == MLA_DECODE))
+
+    def candidates(self, known: Known, gpu: DeviceInfo) -> tuple[Candidate, ...]:
+        """Return every configuration."""
+        return tuple(Candidate(self.family, c) for c in KERNELS[self.family].CANDIDATES)
+
+    def instance(self, candidate: Candidate) -> Instance:
+        """Return what bfloat16 inputs run."""
+        make: Any = (
+            mla_prefill.Variant if self.family == MLA_PREFILL else mla_decode.Variant.of_kind
+        )
+        found: Instance = candidate.config.instance(make(self.problem, "bfloat16"))
+        return found
+
+
+Target = GemmTarget | MlaTarget
+
+
+def gemm_targets(
+    shapes: Sequence[tuple[int, int]], tokens: Sequence[int] | None, *, residual: bool
+) -> tuple[Target, ...]:
+    """Return products in order.
+
+    The token classes of a shape come first, as what lies between takes their best; residuals come
+    last, when their kernels have been compiled behind everything else.
+
+    Raises:
+        ValueError: a shape or a number of tokens that no table can list.
+    """
+    counts = _several("tokens", TOKENS[GEMM] if tokens is None else tokens)
+    for count in counts:
+        if count not in TOKENS[GEMM]:
+            listed = ", ".join(map(str, TOKENS[GEMM]))
+            hint = "A call with another number takes the next one upwards"
+            reject("tokens", f"some of {listed}", repr(count), hint)
+    pairs = dict.fromkeys(shapes_of(list(shapes), skinny_gemm.K_MULTIPLE))
+    ordered = sorted(counts, key=lambda count: (count not in TOKEN_CLASSES, count))
+    plain = [GemmTarget(n, k, count) for n, k in pairs for count in ordered]
+    return (*plain, *(replace(t, residual=True) for t in plain if residual))
+
+
+def mla_targets(
+    family: str, kinds: Sequence[str] | None, tokens: Sequence[int] | None, heads: int
+) -> tuple[Target, ...]:
+    """Return calls of an epilogue in order.
+
+    Raises:
+        ValueError: a kind that does not exist, or a number of tokens or heads that no call has.
+    """
+    named = _several("kinds", KINDS[family] if kinds is None else kinds)
+    for kind in named:
+        if kind not in KINDS[family]:
+            reject("kinds", f"some of {', '.join(KINDS[family])}", repr(kind))
+    counts = _several("tokens", TOKENS[family] if tokens is None else tokens)
+    for name, number in (("num_heads", heads), *(("tokens", count) for count in counts)):
+        if type(number) is not int or number < 1:
+            reject(name, "integers above 0", repr(number))
+    return tuple(MlaTarget(family, kind, count, heads) for kind in named for count in counts)
+
+
+def _several(name: str, values: Sequence[Any]) -> list[Any]:
+    if not values:
+        reject(name, "at least one", "none")
+    return list(dict.fromkeys(values))
