@@ -7,6 +7,7 @@
 #   BASE_PYTHON=python3.12   the interpreter that creates .venv (default: python3)
 #   TORCH_SPEC=torch==2.10.0 which PyTorch to install into .venv
 #   TORCH_INDEX=URL          one more package index for it, such as PyTorch's own CPU-only index
+#   HYPOTHESIS_PROFILE=fuzz  property tests with new examples, thousands a test
 #   BENCH=prefill            what `make bench` measures: decode (the default), prefill, gemm, linear
 #   DEMO_ARGS, TEST_ARGS, BENCH_ARGS   passed on to the demo, to pytest and to the benchmark
 

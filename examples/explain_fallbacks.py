@@ -1,4 +1,4 @@
-"""Ask the dispatcher about calls that it may not take, and read why.
+"""Ask low-latency linear about calls that no kernel of ours may take, and read why.
 
     python examples/explain_fallbacks.py
 

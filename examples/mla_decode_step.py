@@ -173,19 +173,19 @@ def run_steps(demo: Demo, steps: int, console: Console) -> list[float]:
         # The step itself, in its three parts: before, in and after the epilogue. `explain` takes
         # the epilogue's own arguments and says what will run, and why, without running it.
         call = demo.fused.project(demo.hidden, demo.positions)
-        decision = k3cupy.explain_mla_decode(**call)
+        choice = k3cupy.explain_mla_decode(**call)
         mqa_q = fused_epilogue(**call)
         output = demo.fused.attend(mqa_q, demo.positions)
 
         expected = demo.plain(demo.hidden, demo.positions)
         errors.append(relative_error(output, expected))
-        reasons.append(str(decision))
+        reasons.append(str(choice))
         lengths = (demo.positions + 1).tolist()
         table.add_row(
             str(step),
             f"{min(lengths)} to {max(lengths)}",
             show_error(errors[-1]),
-            decision.runs_on,
+            choice.runs_on,
             f"{bytes_moved(call, mqa_q) / 1024:.1f} KiB",
         )
     console.print(table)

@@ -200,20 +200,20 @@ def run_prefill(demo: Demo, chunks: list[Chunk], console: Console) -> list[float
         # `explain` takes the operation's own arguments and says what will run, and why.
         call = demo.prefill.project(chunk)
         name, arguments = insert_call(demo.prefill.kv, call)
-        decision = k3cupy.explain_mla_prefill(name, **arguments)
+        choice = k3cupy.explain_mla_prefill(name, **arguments)
         q, k, v = FUSED.insert(demo.prefill.kv, call)
         moved = bytes_moved(arguments, [q, k, v] if "v" in arguments else [k])
         output = demo.prefill.attend(chunk, q, k, v)
 
         errors.append(relative_error(output, demo.plain_prefill(chunk)))
-        reasons.append(f"{name}: {decision}")
+        reasons.append(f"{name}: {choice}")
         context = sum(span.start for span in chunk.spans)
         table.add_row(
             str(step),
             str(len(chunk.hidden)),
             str(context),
             show_error(errors[-1]),
-            decision.runs_on,
+            choice.runs_on,
             f"{moved / 1024:.1f} KiB",
         )
     console.print(table)
@@ -262,12 +262,12 @@ def run_decode(demo: Demo, steps: int, console: Console) -> list[float]:
     for step in range(steps):
         positions = demo.lengths + step
         hidden = random_hidden(len(positions), demo.generator, positions.device)
-        decision = k3cupy.explain_mla_decode(**demo.decode.project(hidden, positions))
+        choice = k3cupy.explain_mla_decode(**demo.decode.project(hidden, positions))
         output = demo.decode(hidden, positions)
         errors.append(relative_error(output, demo.plain_decode(hidden, positions)))
         lengths = (positions + 1).tolist()
         context = f"{min(lengths)} to {max(lengths)}"
-        table.add_row(str(step + 1), context, show_error(errors[-1]), decision.runs_on)
+        table.add_row(str(step + 1), context, show_error(errors[-1]), choice.runs_on)
     console.print(table)
     return errors
 
