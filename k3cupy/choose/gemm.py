@@ -15,7 +15,7 @@ from k3cupy.call.choice import LINEAR, NAMED, PUBLIC, RULE, Choice
 from k3cupy.call.plans import tables as tables_state
 from k3cupy.choose import fused_a_gemm as fused_a_model
 from k3cupy.choose import skinny_gemm as skinny_model
-from k3cupy.choose.table import GEMM, Entry, Table, tables_of, why_unknown
+from k3cupy.choose.table import GEMM, KERNELS, Entry, Table, tables_of, why_unknown
 from k3cupy.kernels import fused_a_gemm, skinny_gemm
 from k3cupy.kernels.fused_a_gemm import MAX_TOKENS, FusedAGemmConfig
 from k3cupy.runtime.devices import DeviceInfo
@@ -24,6 +24,11 @@ FUSED_A, SKINNY = fused_a_gemm.KERNEL, skinny_gemm.KERNEL
 OURS = (FUSED_A, SKINNY)
 ALL = (*OURS, LINEAR)
 """What a linear layer may run."""
+
+_CANDIDATES: Mapping[str, Callable[..., tuple[Any, ...]]] = {
+    FUSED_A: fused_a_model.candidates,
+    SKINNY: skinny_model.candidates,
+}
 
 NOT_INVARIANT = "; so batch invariance does not hold for this call"
 
@@ -143,7 +148,7 @@ def _linear(reason: str, batch_invariant: bool = False, origin: str = RULE) -> C
 
 def why_not(kernel: str, k: int, num_tokens: int) -> str | None:
     """Return in words why a kernel of ours cannot compute a product, or None where it can."""
-    module = fused_a_gemm if kernel == FUSED_A else skinny_gemm
+    module = KERNELS[kernel]
     if k % module.K_MULTIPLE:
         return f"x: expected K a multiple of {module.K_MULTIPLE}, got {k}"
     if num_tokens > module.MAX_TOKENS:
@@ -194,14 +199,15 @@ def _known(
     """Return the fastest of the kernels by an entry; None where it knows none of them."""
     if table.origin == PUBLIC:
         return _published(entry, product, gpu, told) if LINEAR in kernels else None
-    ranked: list[tuple[float, bool, int, str, Any]] = []
-    for kernel in kernels:
-        for config, us in entry.times.get(kernel, {}).items():
-            ranked.append((us, kernel != LINEAR, len(ranked), kernel, config))
-    ranked.sort()  # of equal times the framework's linear comes first, then the first measured
+    ranked = [
+        (us, kernel, config)
+        for kernel in sorted(kernels, key=lambda kernel: kernel != LINEAR)
+        for config, us in entry.times.get(kernel, {}).items()
+    ]
+    ranked.sort(key=lambda found: found[0])  # of equal times the framework's linear comes first
     where = f"on {gpu.name} at M = {entry.size}{told}"
-    for us, is_ours, _, kernel, config in ranked:
-        if not is_ours:
+    for us, kernel, config in ranked:
+        if kernel == LINEAR:
             best = f" ({us:.2f} against {ranked[1][0]:.2f} us)" if len(ranked) > 1 else ""
             return _linear(f"F.linear was faster {where}{best}", origin=table.origin)
         fitted = fits(kernel, config, product[2], gpu)
@@ -323,8 +329,4 @@ def candidates(kernel: str, n: int, k: int, num_tokens: int, gpu: DeviceInfo) ->
     """Return the configurations of a kernel that are worth measuring; none where it cannot run."""
     if why_not(kernel, k, num_tokens) is not None:
         return ()
-    model: Mapping[str, Callable[..., tuple[Any, ...]]] = {
-        FUSED_A: fused_a_model.candidates,
-        SKINNY: skinny_model.candidates,
-    }
-    return model[kernel](n, k, num_tokens, gpu)
+    return _CANDIDATES[kernel](n, k, num_tokens, gpu)

@@ -8,14 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from k3cupy.choose import cache
-from k3cupy.choose.table import FAMILIES, SCHEMA, Entry, entry_of, kernels_digest, parts_of
-from k3cupy.choose.table import table_text as text_of
+from k3cupy.choose.table import (
+    FAMILIES,
+    Entry,
+    entry_of,
+    header_of,
+    kernels_digest,
+    parts_of,
+    table_text,
+)
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import reject
 from k3cupy.timing import environment
 
 _ABOUT = "Measured by `python -m k3cupy tune`."
-_FACTS = ("num_sms", "driver", "nvrtc", "packages", "commit", "date")
+_FACTS = ("driver", "nvrtc", "packages", "commit", "date")
 
 
 def write_export(
@@ -32,13 +39,8 @@ def write_export(
     """
     facts = environment.describe(gpu.index, commit)
     header = {
-        "schema": SCHEMA,
-        "family": family,
-        "gpu": gpu.name,
+        **header_of(family, gpu, _ABOUT),
         "sources": kernels_digest(family),
-        "unit": cache.UNITS[family],
-        "arch": gpu.arch,
-        "about": _ABOUT,
         **{name: facts[name] for name in _FACTS},
     }
     write_table(path, header, map(undated, entries))
@@ -47,7 +49,7 @@ def write_export(
 def write_table(path: Path, header: Mapping[str, Any], entries: Iterable[Entry]) -> None:
     """Write a table, making its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text_of(header, entries), encoding="utf-8")
+    path.write_text(table_text(header, entries), encoding="utf-8")
 
 
 def undated(entry: Entry) -> Entry:
