@@ -12,7 +12,6 @@ import dataclasses
 import datetime
 import functools
 import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -153,16 +152,14 @@ def _entries(path: Path, problem: str, rows: Iterable[Any]) -> list[Entry]:
 
 
 def _replace(path: Path, text: str) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}.", suffix=".tmp")
+    new = path.with_suffix(f".{os.getpid()}.tmp")
     try:
-        os.fchmod(handle, 0o644)  # a service may read what its owner measured
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(name, path)
-    except BaseException:
+        new.write_text(text, encoding="utf-8")
+        new.chmod(0o644)  # a service may read what its owner measured
+        os.replace(new, path)
+    finally:
         with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+            new.unlink()
 
 
 @functools.cache

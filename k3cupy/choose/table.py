@@ -193,7 +193,7 @@ def entry_of(problem: str, fields: Any) -> Entry:
         size = fields["size"]
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"expected an integer above 0, got {size!r:.100}")
-        facts = {name: str(fields.get(name, "")) for name in ("date", "sources")}
+        date, digest = str(fields.get("date", "")), str(fields.get("sources", ""))
         if "us" in fields:
             times = {kernel: _times(kernel, of) for kernel, of in fields["us"].items()}
             if not any(times.values()):
@@ -202,7 +202,8 @@ def entry_of(problem: str, fields: Any) -> Entry:
             if preferred is not None:
                 (kernel,) = times  # only where one kernel was measured are others as good
                 preferred = config_of(kernel, preferred)
-            return replace(measured(problem, size, times, preferred=preferred), **facts)
+            entry = measured(problem, size, times, preferred=preferred)
+            return replace(entry, date=date, sources=digest)
         kernel, key = fields["kernel"], fields["config"]
     except (AttributeError, KeyError, TypeError, OverflowError) as error:
         raise ValueError(f"expected the fields of an entry, got {fields!r:.100}") from error
@@ -212,7 +213,7 @@ def entry_of(problem: str, fields: Any) -> Entry:
         config = None if key is None else config_of(kernel, key)
     except ValueError:
         config = None  # others have configurations that our kernel does not have
-    return Entry(problem, size, {}, kernel, config, **facts)
+    return Entry(problem, size, {}, kernel, config, date, digest)
 
 
 def _times(kernel: str, found: Any) -> Mapping[Any, float]:
@@ -227,22 +228,18 @@ class Entries(Mapping[int, Entry]):
     """The entries of a problem by size, each parsed when it is asked for."""
 
     def __init__(self, problem: str, rows: Iterable[Any]) -> None:
-        """Take what JSON has of them."""
         self._problem, self._rows = problem, {row["size"]: row for row in rows}
         self._parsed: dict[int, Entry] = {}
 
     def __getitem__(self, size: int) -> Entry:
-        """Return the entry of a size."""
         if size not in self._parsed:
             self._parsed[size] = entry_of(self._problem, self._rows[size])
         return self._parsed[size]
 
     def __iter__(self) -> Iterator[int]:
-        """Go through the sizes."""
         return iter(self._rows)
 
     def __len__(self) -> int:
-        """Return how many there are."""
         return len(self._rows)
 
 
@@ -276,7 +273,6 @@ class Table:
         self.entries = functools.cache(lambda problem: read(problem, problems.get(problem, ())))
 
     def __iter__(self) -> Iterator[Entry]:
-        """Go through all entries."""
         for problem in self.problems:
             yield from self.entries(problem).values()
 

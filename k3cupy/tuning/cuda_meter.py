@@ -28,7 +28,7 @@ _LEAST_US = 0.0001
 
 
 class CudaMeter:
-    """The meter of one GPU, for ``engine.measure_all``.
+    """Compiles, checks and times on one GPU, for ``engine.measure_all``.
 
     Attributes:
         gpu: the GPU.
@@ -52,7 +52,7 @@ class CudaMeter:
         self._bench: Bench | None = None
 
     def compile(self, target: Target, candidates: Sequence[Candidate]) -> None:
-        """Queue what is not queued yet."""
+        """Queue what candidates need and nobody queued yet; do not wait."""
         for candidate in candidates:
             instance = target.instance(candidate)
             if instance not in self._compiled:
@@ -63,7 +63,7 @@ class CudaMeter:
                 )
 
     def check(self, target: Target, candidate: Candidate) -> str | None:
-        """Wait for the kernel, run it and compare."""
+        """Say in words why a candidate cannot be used for a target, or None where it is right."""
         self.compile(target, [candidate])
         try:
             self._compiled[target.instance(candidate)].result()
@@ -74,7 +74,7 @@ class CudaMeter:
             return f"is refused: {error}"
 
     def time(self, target: Target, candidates: Sequence[Candidate], effort: Effort) -> list[float]:
-        """Replay the graphs of the candidates in turns; each is recorded once."""
+        """Return microseconds a launch; the graphs take turns, and each is recorded once."""
         bench = self._at(target)
         every: dict[Candidate | None, Body] = {} if bench.base is None else {None: bench.base}
         every |= {candidate: bench.body(*candidate) for candidate in candidates}

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from k3cupy import projections
 from k3cupy.choose import cache
@@ -15,10 +15,13 @@ from k3cupy.runtime import devices, sources
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import ToolchainError, reject
 from k3cupy.tuning import files
-from k3cupy.tuning.engine import Meter, measure_all
+from k3cupy.tuning.engine import measure_all
 from k3cupy.tuning.entries import Known, settled
 from k3cupy.tuning.report import TuneReport, watch
 from k3cupy.tuning.targets import Target, gemm_targets, mla_targets
+
+if TYPE_CHECKING:  # it imports PyTorch
+    from k3cupy.tuning.cuda_meter import CudaMeter
 
 FAMILY_OF = {
     "low_latency_linear": GEMM,
@@ -85,16 +88,9 @@ def tune(
         >>> print(k3cupy.tune(preset="kimi-k3-tp8"))                      # doctest: +SKIP
         >>> print(k3cupy.tune(op="mla_decode", kinds=["fp8+fp8"]))        # doctest: +SKIP
     """
-    targets = targets_of(
-        op,
-        shapes=shapes,
-        preset=preset,
-        module=module,
-        kinds=kinds,
-        num_heads=num_heads,
-        tokens=tokens,
-        residual=residual,
-    )
+    named = {"shapes": shapes, "preset": preset, "module": module}
+    named |= {"kinds": kinds, "num_heads": num_heads}
+    targets = targets_of(op, tokens=tokens, residual=residual, **named)
     job = prepare(targets, again=again, device=device)
     with _on(job.gpu):
         report = run(job, progress=progress)
@@ -191,7 +187,7 @@ def prepare(targets: Sequence[Target], *, again: bool = False, device: int | Non
     return Job(gpu, tuple(targets), known, tuple(t for t in targets if t.key not in known))
 
 
-def run(job: Job, meter: Meter | None = None, *, progress: bool = True) -> TuneReport:
+def run(job: Job, meter: CudaMeter | None = None, *, progress: bool = True) -> TuneReport:
     """Measure a job, and keep every problem and size as soon as it is done.
 
     Args:
@@ -200,9 +196,8 @@ def run(job: Job, meter: Meter | None = None, *, progress: bool = True) -> TuneR
         progress: as for ``tune``.
     """
     path: Path | None = cache.path_of(job.family, job.gpu.name)
-    found = dict(job.known)
+    found, unsaved = dict(job.known), dict[tuple[str, int], Entry]()
     refused: list[str] = []
-    unsaved: dict[tuple[str, int], Entry] = {}
     last_of = {target.problem: target for target in job.todo}
 
     def save() -> None:
@@ -213,7 +208,11 @@ def run(job: Job, meter: Meter | None = None, *, progress: bool = True) -> TuneR
 
     try:
         if job.todo:
-            measuring = measure_all(job.todo, job.known, meter or _cuda_meter(job))
+            if meter is None:
+                from k3cupy.tuning.cuda_meter import CudaMeter
+
+                meter = CudaMeter(job.todo, job.gpu.index)
+            measuring = measure_all(job.todo, job.known, meter)
             with contextlib.closing(measuring), watch(job.todo, quiet=not progress) as note:
                 for measured in measuring:
                     target = measured.target
@@ -232,12 +231,6 @@ def run(job: Job, meter: Meter | None = None, *, progress: bool = True) -> TuneR
     entries = tuple(found[target.key] for target in job.targets if target.key in found)
     count = sum(target.key in found for target in job.todo)
     return TuneReport(job.gpu.name, job.family, entries, count, tuple(refused), path)
-
-
-def _cuda_meter(job: Job) -> Meter:
-    from k3cupy.tuning.cuda_meter import CudaMeter  # which imports PyTorch
-
-    return CudaMeter(job.todo, job.gpu.index)
 
 
 @contextlib.contextmanager
