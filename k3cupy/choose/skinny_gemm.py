@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import Counter
 
 from k3cupy.kernels.skinny_gemm import VECTOR_WIDTHS, SkinnyGemmConfig
 from k3cupy.runtime.devices import DeviceInfo
@@ -51,9 +50,6 @@ _WORTH_A_TRY = 1.3
 
 _OF_ONE_BLOCK_SIZE, _OF_ONE_OUTPUTS = 2, 3
 
-_SMALLEST = (32, 1, 1, 8)
-"""What fits any product."""
-
 
 @functools.lru_cache(maxsize=4096)
 def candidates(n: int, k: int, num_tokens: int, device: DeviceInfo) -> tuple[SkinnyGemmConfig, ...]:
@@ -75,34 +71,29 @@ def candidates(n: int, k: int, num_tokens: int, device: DeviceInfo) -> tuple[Ski
     limit = _WORTH_A_TRY * times[ranked[0]]
     known = [c for c in ranked if c in public and times[c] < limit][:_PUBLIC_CANDIDATES]
     found = list(dict.fromkeys((ranked[0], *known)))
-    sizes = Counter(config.block_size for config in found)
-    outputs = Counter(config.outputs_per_block for config in found)
     alike = []
     for config in ranked:
         if config in found:
             continue
-        size, count = config.block_size, config.outputs_per_block
-        if sizes[size] < _OF_ONE_BLOCK_SIZE and outputs[count] < _OF_ONE_OUTPUTS:
-            sizes[size] += 1
-            outputs[count] += 1
-            found.append(config)
-        else:
-            alike.append(config)
+        sizes = sum(c.block_size == config.block_size for c in found)
+        outputs = sum(c.outputs_per_block == config.outputs_per_block for c in found)
+        is_another = sizes < _OF_ONE_BLOCK_SIZE and outputs < _OF_ONE_OUTPUTS
+        (found if is_another else alike).append(config)
     return tuple(sorted((*found, *alike)[:_NUM_CANDIDATES], key=ranked.index))
 
 
 def _possible(n: int, k: int, num_tokens: int) -> list[SkinnyGemmConfig]:
     """Return what is valid and has something to do for most threads, vectors and outputs."""
+    every = itertools.product(_BLOCK_SIZES, _OUTPUTS, _UNROLLS, VECTOR_WIDTHS)
     found = [
         config
-        for numbers in itertools.product(_BLOCK_SIZES, _OUTPUTS, _UNROLLS, VECTOR_WIDTHS)
-        for config in (SkinnyGemmConfig(num_tokens, *numbers),)
+        for config in itertools.starmap(functools.partial(SkinnyGemmConfig, num_tokens), every)
         if config.is_valid()
         and config.outputs_per_block <= n
         and config.block_size * config.vector_width <= 2 * k
         and config.block_size * config.vector_width * (config.k_unroll - 1) < k
     ]
-    return found or [SkinnyGemmConfig(num_tokens, *_SMALLEST)]
+    return found or [SkinnyGemmConfig(num_tokens, 32, 1, 1, 8)]  # it fits any product
 
 
 # --- The model -----------------------------------------------------------------------------------
@@ -124,12 +115,6 @@ def estimate_us(config: SkinnyGemmConfig, n: int, k: int, device: DeviceInfo) ->
     weight at the speed of memory; the same with as many bytes in flight as its blocks hold, each
     block for as long as its rounds take; instructions; and what comes through L1. To that come the
     start of the resident blocks, one after the other, and what a block takes at its ends.
-
-    Args:
-        config: the configuration.
-        n: rows of the weight.
-        k: its columns.
-        device: the GPU.
     """
     rows, outputs, width = config.num_rows, config.outputs_per_block, config.vector_width
     blocks = config.blocks(n)
