@@ -58,10 +58,6 @@ def table(family: str, gpu: str) -> Table:
 
     No file is no entries. A file or an entry that cannot be used is left out, with one warning that
     names the file and says what is wrong.
-
-    Args:
-        family: of kernels.
-        gpu: the name that the file must carry.
     """
     path = path_of(family, gpu)
     try:
@@ -84,12 +80,8 @@ def table(family: str, gpu: str) -> Table:
 def add(family: str, entries: Iterable[Entry], gpu: DeviceInfo) -> Path | None:
     """Add entries to the file of a GPU; a new entry takes the place of an older one of its key.
 
-    They count in this process after ``reload()``.
-
-    Args:
-        family: of kernels.
-        entries: measured here; an empty ``date`` or ``sources`` becomes that of today.
-        gpu: what they were measured on.
+    They count in this process after ``reload()``. An empty ``date`` or ``sources`` becomes that of
+    today.
 
     Returns:
         The file, or None where it cannot be written; then one warning says why.

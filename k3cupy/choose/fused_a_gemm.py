@@ -133,12 +133,6 @@ def candidates(n: int, k: int, num_tokens: int, device: DeviceInfo) -> tuple[Fus
     Rings are as deep as shared memory allows, once with all blocks just resident, and once with
     room for one more block a multiprocessor, where the next kernel's blocks can begin. Where there
     are too many blocks to be resident at once, a few of them on each multiprocessor take turns.
-
-    Args:
-        n: rows of the weight.
-        k: its columns.
-        num_tokens: rows of x, from 1 to 64.
-        device: the GPU.
     """
     tile_m = tile_m_of(num_tokens)
     found: dict[FusedAGemmConfig, None] = {}

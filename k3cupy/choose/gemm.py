@@ -87,20 +87,15 @@ def choose(
         found = _chosen(
             tuple(kernels), n, k, num_tokens, gpu, residual, batch_invariant, tables_state()
         )
-    if found.kernel == FUSED_A and found.config.mapped_x:
-        return _mapped_or_not(found, k, why_not_mapped)
-    return found
-
-
-def _mapped_or_not(choice: Choice, k: int, why_not: str | None) -> Choice:
-    """Return a choice with copy warps in place of the copy engine, where x needs them."""
-    config: FusedAGemmConfig = choice.config
-    if why_not is None and not config.can_map(k):
-        why_not = f"K = {k} is no multiple of {config.split_k * config.tile_k}"
-    if why_not is None:
-        return choice
-    told = f"; x by copy warps, because {why_not}" if why_not else ""
-    return replace(choice, config=config.with_copy_warps(), reason=choice.reason + told)
+    if found.kernel != FUSED_A or not found.config.mapped_x:
+        return found
+    fused: FusedAGemmConfig = found.config
+    if why_not_mapped is None and not fused.can_map(k):
+        why_not_mapped = f"K = {k} is no multiple of {fused.split_k * fused.tile_k}"
+    if why_not_mapped is None:
+        return found
+    told = f"; x by copy warps, because {why_not_mapped}" if why_not_mapped else ""
+    return replace(found, config=fused.with_copy_warps(), reason=found.reason + told)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -117,7 +112,7 @@ def _chosen(
     if LINEAR in kernels:
         refusal = _why_none(n, k, num_tokens, gpu, batch_invariant)
         if refusal is not None:
-            return _linear(refusal, batch_invariant)
+            return _linear(refusal + (NOT_INVARIANT if batch_invariant else ""))
     if batch_invariant:
         return _invariant(n, k, num_tokens, gpu)
     for table in tables_of(GEMM, gpu):
@@ -142,8 +137,8 @@ def _why_none(
     return None
 
 
-def _linear(reason: str, batch_invariant: bool = False, origin: str = RULE) -> Choice:
-    return Choice(LINEAR, None, reason + (NOT_INVARIANT if batch_invariant else ""), origin)
+def _linear(reason: str, origin: str = RULE) -> Choice:
+    return Choice(LINEAR, None, reason, origin)
 
 
 def why_not(kernel: str, k: int, num_tokens: int) -> str | None:
@@ -209,7 +204,7 @@ def _known(
     for us, kernel, config in ranked:
         if kernel == LINEAR:
             best = f" ({us:.2f} against {ranked[1][0]:.2f} us)" if len(ranked) > 1 else ""
-            return _linear(f"F.linear was faster {where}{best}", origin=table.origin)
+            return _linear(f"F.linear was faster {where}{best}", table.origin)
         fitted = fits(kernel, config, product[2], gpu)
         if fitted is not None:
             beside = f", F.linear {entry.linear_us:.2f} us" if entry.linear_us else ""
@@ -222,7 +217,7 @@ def _published(entry: Entry, product: tuple[int, int, int], gpu: DeviceInfo, tol
     n, k, num_tokens = product
     told = f"public figures for {gpu.arch}, not measured by us, name {{}} at M = {entry.size}{told}"
     if entry.kernel == LINEAR:
-        return _linear(told.format(f"no kernel for {entry.problem}"), origin=PUBLIC)
+        return _linear(told.format(f"no kernel for {entry.problem}"), PUBLIC)
     refusal = why_not(entry.kernel, k, num_tokens)
     if refusal is not None:
         return _linear(refusal)
@@ -259,28 +254,19 @@ def invariant_config(
     entries = table.entries(problem_of(n, k))
     if not set(TOKEN_CLASSES) <= set(entries):
         return None
-    classes: dict[int, Mapping[FusedAGemmConfig, float]] = {
-        tokens: {
-            config: us
-            for config, us in entries[tokens].times.get(FUSED_A, {}).items()
-            if config.fits(tokens, gpu)
-        }
-        for tokens in TOKEN_CLASSES
-    }
-    common = set.intersection(*({c.order for c in times} for times in classes.values()))
+    of_orders: dict[Any, dict[int, tuple[float, FusedAGemmConfig]]] = {}
+    for tokens in TOKEN_CLASSES:
+        for config, us in entries[tokens].times.get(FUSED_A, {}).items():
+            if config.fits(tokens, gpu):
+                fastest = of_orders.setdefault(config.order, {})
+                if tokens not in fastest or us < fastest[tokens][0]:
+                    fastest[tokens] = us, config
+    common = [of for _, of in sorted(of_orders.items()) if len(of) == len(TOKEN_CLASSES)]
     if not common:
         return None
-
-    def fastest(
-        order: tuple[int, int, str], times: Mapping[FusedAGemmConfig, float]
-    ) -> FusedAGemmConfig:
-        return min((c for c in times if c.order == order), key=times.__getitem__)
-
-    def worst_loss(order: tuple[int, int, str]) -> float:
-        return max(times[fastest(order, times)] / min(times.values()) for times in classes.values())
-
-    order = min(sorted(common), key=worst_loss)  # in every process the same one of equals
-    return fastest(order, classes[class_of(num_tokens)])
+    least = {t: min(of[t][0] for of in of_orders.values() if t in of) for t in TOKEN_CLASSES}
+    best = min(common, key=lambda of: max(us / least[t] for t, (us, _) in of.items()))
+    return best[class_of(num_tokens)][1]
 
 
 # --- By rule -------------------------------------------------------------------------------------

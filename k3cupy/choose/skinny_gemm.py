@@ -58,12 +58,6 @@ def candidates(n: int, k: int, num_tokens: int, device: DeviceInfo) -> tuple[Ski
     The model's best, the three of the public settings that it puts first, and what follows in its
     order: not more than two of one block size and three of one number of outputs, as long as there
     are others. Near its optimum the model knows less than a measurement.
-
-    Args:
-        n: rows of the weight.
-        k: its columns.
-        num_tokens: rows of x, from 1 to 8.
-        device: the GPU.
     """
     times = {config: estimate_us(config, n, k, device) for config in _possible(n, k, num_tokens)}
     ranked = sorted(times, key=times.__getitem__)
@@ -71,7 +65,7 @@ def candidates(n: int, k: int, num_tokens: int, device: DeviceInfo) -> tuple[Ski
     limit = _WORTH_A_TRY * times[ranked[0]]
     known = [c for c in ranked if c in public and times[c] < limit][:_PUBLIC_CANDIDATES]
     found = list(dict.fromkeys((ranked[0], *known)))
-    alike = []
+    alike: list[SkinnyGemmConfig] = []
     for config in ranked:
         if config in found:
             continue

@@ -261,14 +261,7 @@ class Table:
         problems: Mapping[str, Any],
         read: Callable[[str, Any], Mapping[int, Entry]] = Entries,
     ) -> None:
-        """Parse nothing yet.
-
-        Args:
-            origin: of the file.
-            header: its facts.
-            problems: problem -> what JSON has of its entries.
-            read: the entries of (problem, what JSON has of them).
-        """
+        """Parse nothing yet; ``read`` makes entries of a problem's name and what JSON has of it."""
         self.origin, self.header, self.problems = origin, header, tuple(problems)
         self.entries = functools.cache(lambda problem: read(problem, problems.get(problem, ())))
 

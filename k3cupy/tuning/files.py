@@ -21,27 +21,19 @@ from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import reject
 from k3cupy.timing import environment
 
-_ABOUT = "Measured by `python -m k3cupy tune`."
-_FACTS = ("driver", "nvrtc", "packages", "commit", "date")
-
 
 def write_export(
     path: Path, family: str, entries: Iterable[Entry], gpu: DeviceInfo, commit: str | None = None
 ) -> None:
     """Write measurements of this machine with GPU, driver, versions, commit and date.
 
-    Args:
-        path: of the file; its folder is made.
-        family: of kernels.
-        entries: measured with the present kernels.
-        gpu: the GPU.
-        commit: of the sources, where they are not in a git checkout.
+    ``commit`` is that of the sources, where they are not in a git checkout.
     """
     facts = environment.describe(gpu.index, commit)
     header = {
-        **header_of(family, gpu, _ABOUT),
+        **header_of(family, gpu, "Measured by `python -m k3cupy tune`."),
         "sources": kernels_digest(family),
-        **{name: facts[name] for name in _FACTS},
+        **{name: facts[name] for name in ("driver", "nvrtc", "packages", "commit", "date")},
     }
     write_table(path, header, map(undated, entries))
 

@@ -103,12 +103,8 @@ def watch(
 ) -> Iterator[Callable[[Measured], None]]:
     """Show on standard error how far tuning has come: a bar, or a line a problem in a file.
 
-    Args:
-        targets: what is to come, in order.
-        quiet: show nothing.
-
     Yields:
-        What takes note of a target that was measured.
+        What takes note of each target that was measured, in their order.
     """
     from rich import progress
     from rich.console import Console

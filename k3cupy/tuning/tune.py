@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,11 +23,7 @@ from k3cupy.tuning.targets import Target, gemm_targets, mla_targets
 if TYPE_CHECKING:  # it imports PyTorch
     from k3cupy.tuning.cuda_meter import CudaMeter
 
-FAMILY_OF = {
-    "low_latency_linear": GEMM,
-    "mla_decode": MLA_DECODE,
-    "mla_prefill": MLA_PREFILL,
-}
+FAMILY_OF = {"low_latency_linear": GEMM, MLA_DECODE: MLA_DECODE, MLA_PREFILL: MLA_PREFILL}
 """Operation -> its family of kernels."""
 
 _OF_EPILOGUES = ("kinds", "num_heads")
@@ -92,7 +88,8 @@ def tune(
     named |= {"kinds": kinds, "num_heads": num_heads}
     targets = targets_of(op, tokens=tokens, residual=residual, **named)
     job = prepare(targets, again=again, device=device)
-    with _on(job.gpu):
+    torch = _torch()
+    with torch.cuda.device(job.gpu.index), torch.no_grad():
         report = run(job, progress=progress)
     if export is not None:
         files.write_export(Path(export), report.family, report.entries, job.gpu)
@@ -103,12 +100,6 @@ def targets_of(
     op: str, *, tokens: Sequence[int] | None = None, residual: bool = True, **named: Any
 ) -> tuple[Target, ...]:
     """Return what the arguments of ``tune`` name, in the order in which it is measured.
-
-    Args:
-        op: as for ``tune``.
-        tokens: the same.
-        residual: the same.
-        **named: its other arguments that say what to measure; None is not given.
 
     Raises:
         TypeError, ValueError: one does not fit, or is of another operation.
@@ -190,10 +181,7 @@ def prepare(targets: Sequence[Target], *, again: bool = False, device: int | Non
 def run(job: Job, meter: CudaMeter | None = None, *, progress: bool = True) -> TuneReport:
     """Measure a job, and keep every problem and size as soon as it is done.
 
-    Args:
-        job: from ``prepare``.
-        meter: what measures; None for the job's GPU.
-        progress: as for ``tune``.
+    ``meter`` measures; None is that of the job's GPU.
     """
     path: Path | None = cache.path_of(job.family, job.gpu.name)
     found, unsaved = dict(job.known), dict[tuple[str, int], Entry]()
@@ -233,12 +221,11 @@ def run(job: Job, meter: CudaMeter | None = None, *, progress: bool = True) -> T
     return TuneReport(job.gpu.name, job.family, entries, count, tuple(refused), path)
 
 
-@contextlib.contextmanager
-def _on(gpu: DeviceInfo) -> Iterator[None]:
-    """Make a GPU PyTorch's current one.
+def _torch() -> Any:
+    """Return PyTorch.
 
     Raises:
-        ToolchainError: PyTorch is missing, or sees no GPU.
+        ToolchainError: it is missing, or sees no GPU.
     """
     try:
         import torch
@@ -246,5 +233,4 @@ def _on(gpu: DeviceInfo) -> Iterator[None]:
         raise ToolchainError("tuning needs PyTorch: pip install torch") from error
     if not torch.cuda.is_available():
         raise ToolchainError("tuning needs a CUDA GPU; PyTorch sees none")
-    with torch.cuda.device(gpu.index), torch.no_grad():
-        yield
+    return torch
