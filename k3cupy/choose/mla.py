@@ -35,12 +35,7 @@ def choose_decode(
 ) -> Choice:
     """Return what runs for a call of the decode epilogue.
 
-    Args:
-        variant: what the arguments decide.
-        num_tokens: B.
-        num_heads: H.
-        gpu: the GPU.
-        config: what the caller named; it decides.
+    ``variant`` is what the arguments decide; a ``config`` that the caller named decides.
     """
     found = _choose(MLA_DECODE, variant, num_tokens * (num_heads + 1), gpu, config)
     count = -(-num_tokens // mla_decode.MAX_TOKENS_PER_LAUNCH)

@@ -5,44 +5,22 @@ from __future__ import annotations
 import functools
 import itertools
 
-from k3cupy.kernels.skinny_gemm import VECTOR_WIDTHS, SkinnyGemmConfig
+from k3cupy.choose.table import config_of
+from k3cupy.kernels.skinny_gemm import KERNEL, VECTOR_WIDTHS, SkinnyGemmConfig
 from k3cupy.runtime.devices import DeviceInfo
 
 _BLOCK_SIZES = tuple(range(32, 513, 32))
 _OUTPUTS = (1, 2, 3, 4, 6, 8)
 _UNROLLS = (1, 2, 3, 4)
 
-_FEW_ROWS = (
-    (224, 2, 4, 8),
-    (224, 3, 4, 8),
-    (224, 4, 2, 8),
-    (96, 4, 2, 8),
-    (96, 2, 4, 8),
-    (96, 4, 2, 4),
-    (64, 4, 2, 8),
-    (32, 4, 4, 8),
-    (128, 4, 2, 8),
-    (256, 2, 1, 4),
-)
-_TWO_ROWS = (
-    (128, 4, 2, 8),
-    (128, 2, 2, 8),
-    (96, 4, 1, 8),
-    (64, 4, 2, 8),
-    (224, 4, 2, 8),
-    (32, 4, 4, 8),
-)
-_MORE_ROWS = (
-    (128, 2, 1, 8),
-    (64, 4, 1, 8),
-    (128, 3, 1, 8),
-    (128, 6, 1, 8),
-    (64, 2, 2, 8),
-    (64, 3, 2, 8),
-)
-_PUBLIC = {1: _FEW_ROWS, 2: _TWO_ROWS}
-"""By number of rows, (block_size, outputs_per_block, k_unroll, vector_width) that public packages
-found fast on GPUs of other kinds; what is not listed has ``_MORE_ROWS``."""
+_PUBLIC = {
+    1: "224/2/4/8 224/3/4/8 224/4/2/8 96/4/2/8 96/2/4/8 96/4/2/4 64/4/2/8 32/4/4/8 128/4/2/8 "
+    "256/2/1/4",
+    2: "128/4/2/8 128/2/2/8 96/4/1/8 64/4/2/8 224/4/2/8 32/4/4/8",
+}
+_PUBLIC_OF_MORE = "128/2/1/8 64/4/1/8 128/3/1/8 128/6/1/8 64/2/2/8 64/3/2/8"
+"""By number of rows, what public packages found fast on GPUs of other kinds: block_size,
+outputs_per_block, k_unroll and vector_width, as tables write them."""
 
 _NUM_CANDIDATES, _PUBLIC_CANDIDATES = 8, 3
 _WORTH_A_TRY = 1.3
@@ -61,7 +39,8 @@ def candidates(n: int, k: int, num_tokens: int, device: DeviceInfo) -> tuple[Ski
     """
     times = {config: estimate_us(config, n, k, device) for config in _possible(n, k, num_tokens)}
     ranked = sorted(times, key=times.__getitem__)
-    public = {SkinnyGemmConfig(num_tokens, *s) for s in _PUBLIC.get(num_tokens, _MORE_ROWS)}
+    settings = _PUBLIC.get(num_tokens, _PUBLIC_OF_MORE).split()
+    public = {config_of(KERNEL, f"{num_tokens}/{setting}") for setting in settings}
     limit = _WORTH_A_TRY * times[ranked[0]]
     known = [c for c in ranked if c in public and times[c] < limit][:_PUBLIC_CANDIDATES]
     found = list(dict.fromkeys((ranked[0], *known)))

@@ -8,7 +8,7 @@ from typing import Any
 
 from k3cupy.choose import gemm
 from k3cupy.choose.fused_a_gemm import tile_m_of
-from k3cupy.choose.gemm import FUSED_A, OURS, TOKEN_CLASSES
+from k3cupy.choose.gemm import FUSED_A, OURS, SKINNY, TOKEN_CLASSES
 from k3cupy.choose.table import GEMM, KERNELS, MLA_DECODE, MLA_PREFILL
 from k3cupy.kernels import mla_decode, mla_prefill, skinny_gemm
 from k3cupy.ops.warmup import shapes_of
@@ -90,31 +90,28 @@ class GemmTarget(_Target):
         if self.residual:
             plain = replace(self, residual=False)
             return tuple(c for kernel in OURS for c in _best(known, plain, kernel, 2))
-        every = {
-            kernel: [
-                Candidate(kernel, config)
-                for config in gemm.candidates(kernel, self.n, self.k, self.tokens, gpu)
-            ]
-            for kernel in OURS
-        }
-        if self.tokens not in TOKEN_CLASSES:
-            every[FUSED_A] = self._best_of_neighbours(known) or every[FUSED_A]
-        return tuple(candidate for found in every.values() for candidate in found)
+        fused = self._best_of_neighbours(known) or self._every(FUSED_A, gpu)
+        return (*fused, *self._every(SKINNY, gpu))
+
+    def _every(self, kernel: str, gpu: DeviceInfo) -> list[Candidate]:
+        found = gemm.candidates(kernel, self.n, self.k, self.tokens, gpu)
+        return [Candidate(kernel, config) for config in found]
 
     def _best_of_neighbours(self, known: Known) -> list[Candidate]:
-        """Return the best of fused-A in the classes around, those below for the same tiles."""
+        """Return the best of fused-A in the classes around a number of tokens that is no class."""
         above = gemm.class_of(self.tokens)
-        below = max(count for count in TOKEN_CLASSES if count < self.tokens)
+        if self.tokens == above:
+            return []
         best = _best(known, replace(self, tokens=above), FUSED_A, _BEST_OF_NEIGHBOUR)
+        below = max(count for count in TOKEN_CLASSES if count < self.tokens)
         if best and tile_m_of(below) == tile_m_of(self.tokens):
             best += _best(known, replace(self, tokens=below), FUSED_A, _BEST_OF_NEIGHBOUR)
         return list(dict.fromkeys(best))
 
     def instance(self, candidate: Candidate) -> Instance:
         """Return what has to be compiled to run a candidate as a linear layer does, x packed."""
-        variant = KERNELS[candidate.kernel].Variant(
-            has_residual=self.residual, weight_is_static=True
-        )
+        make = KERNELS[candidate.kernel].Variant
+        variant = make(has_residual=self.residual, weight_is_static=True)
         found: Instance = candidate.config.instance(variant)
         return found
 
@@ -149,9 +146,7 @@ class MlaTarget(_Target):
 
     def instance(self, candidate: Candidate) -> Instance:
         """Return what bfloat16 inputs run."""
-        make: Any = (
-            mla_prefill.Variant if self.family == MLA_PREFILL else mla_decode.Variant.of_kind
-        )
+        make: Any = mla_decode.Variant.of_kind if self.family == MLA_DECODE else mla_prefill.Variant
         found: Instance = candidate.config.instance(make(self.problem, "bfloat16"))
         return found
 
