@@ -33,9 +33,7 @@ from k3cupy.runtime import env
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.warn import warn_user
 
-_FOLDER = f"tables-v{SCHEMA}"
 _LOCK_SECONDS = 60
-_AGAIN = "`python -m k3cupy tune` measures anew"
 
 
 def directory() -> Path:
@@ -45,7 +43,7 @@ def directory() -> Path:
         import platformdirs  # only here, because a process that names a folder need not wait for it
 
         named = platformdirs.user_cache_dir("k3cupy")
-    return Path(os.path.expanduser(named)) / _FOLDER
+    return Path(os.path.expanduser(named)) / f"tables-v{SCHEMA}"
 
 
 def path_of(family: str, gpu: str) -> Path:
@@ -155,6 +153,6 @@ def _replace(path: Path, text: str) -> None:
 
 
 @functools.cache
-def _warn(path: Path, problem: str, hint: str = _AGAIN) -> None:
+def _warn(path: Path, problem: str, hint: str = "`python -m k3cupy tune` measures anew") -> None:
     """Warn once for a file and what is wrong with it."""
     warn_user(f"measurements in {path}: {problem}. {hint}")

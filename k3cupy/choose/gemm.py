@@ -26,10 +26,7 @@ ALL = (*OURS, LINEAR)
 """What a linear layer may run."""
 
 _Candidates = Mapping[str, Callable[..., tuple[Any, ...]]]
-_CANDIDATES: _Candidates = {
-    FUSED_A: fused_a_model.candidates,
-    SKINNY: skinny_model.candidates,
-}
+_CANDIDATES: _Candidates = {FUSED_A: fused_a_model.candidates, SKINNY: skinny_model.candidates}
 _RANKED: _Candidates = {**_CANDIDATES, FUSED_A: fused_a_model.ranked}
 """Kernel -> what is worth measuring; and what its cost model knows, the likeliest first."""
 

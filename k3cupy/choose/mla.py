@@ -87,10 +87,7 @@ def _nearest(sizes: Iterable[int], num_rows: float) -> int:
 def configs(family: str, kind: str, gpu: DeviceInfo | None = None) -> tuple[Any, ...]:
     """Return every configuration that a call of a kind may get by a table.
 
-    Args:
-        family: ``"mla_decode"`` or ``"mla_prefill"``.
-        kind: of the call, as tables name it.
-        gpu: with what was measured on it here; None for the shipped tables alone.
+    Of the shipped tables; for a GPU with what was measured on it here.
     """
     tables = (*shipped(family), *(tables_of(family, gpu) if gpu is not None else ()))
     found = dict.fromkeys(e.config for table in tables for e in table.entries(kind).values())

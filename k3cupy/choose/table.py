@@ -123,12 +123,8 @@ class Entry:
 def measured(problem: str, size: int, times: Times, *, preferred: Any = None) -> Entry:
     """Return the entry of measured times; of equal times the framework's linear is the fastest.
 
-    Args:
-        problem: as tables name it.
-        size: tokens or rows.
-        times: of every candidate.
-        preferred: a configuration of the fastest kernel that is to be chosen, because its time
-            differs from the fastest by no more than two runs do.
+    A configuration of the fastest kernel may be ``preferred``, where its time differs from the
+    fastest by no more than two runs do.
 
     Raises:
         ValueError: the preferred configuration is clearly slower, or was not measured.

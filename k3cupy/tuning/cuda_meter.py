@@ -22,7 +22,6 @@ from k3cupy.tuning.entries import Candidate
 from k3cupy.tuning.targets import GemmTarget, Target
 
 _ROUNDS = {Effort.GLANCE: 1, Effort.FULL: 3, Effort.EXTRA: 9}
-_MAX_THREADS = 16
 _LEAST_US = 0.0001
 """What hides behind its neighbours adds no time; a table has no times of 0."""
 
@@ -37,13 +36,11 @@ class CudaMeter:
     def __init__(self, targets: Sequence[Target], device: int) -> None:
         """Take memory for the weights of all products and start the compiling threads.
 
-        Args:
-            targets: what is to come, of one family.
-            device: GPU ordinal, the current one of PyTorch.
+        All ``targets`` are of one family; ``device`` is the current one of PyTorch.
         """
         self.gpu = devices.info(device)
         self._threads = ThreadPoolExecutor(
-            min(_MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="k3cupy-tune"
+            min(16, os.cpu_count() or 1), thread_name_prefix="k3cupy-tune"
         )
         self._compiled: dict[Instance, Future[Any]] = {}
         shapes = [(t.n, t.k) for t in targets if isinstance(t, GemmTarget)]

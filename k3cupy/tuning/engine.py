@@ -54,12 +54,8 @@ def measure_all(
 ) -> Generator[Measured, None, None]:
     """Yield one target after the other, each as soon as it has been measured.
 
-    What the later ones need is compiled while the earlier ones are measured.
-
-    Args:
-        wanted: in order.
-        known: what was measured before; it narrows what is measured.
-        meter: of the GPU. It is closed at the end, also after an error or an interruption.
+    What the later ones need is compiled while the earlier ones are measured. The meter is closed at
+    the end, also after an error or an interruption.
     """
     found = dict(known)
     try:

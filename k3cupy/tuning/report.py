@@ -17,7 +17,6 @@ from k3cupy.tuning.engine import Measured
 from k3cupy.tuning.targets import Target
 
 _MARKS = {FUSED_A: "F", SKINNY: "S"}
-_WIDTH = 200
 
 
 def speed_up(entry: Entry) -> float:
@@ -56,7 +55,7 @@ class TuneReport:
         """The choice for each problem and size, then what was refused, then where it is kept."""
         from rich.console import Console
 
-        console = Console(file=io.StringIO(), width=_WIDTH)
+        console = Console(file=io.StringIO(), width=200)
         with console.capture() as shown:
             console.print(self._table())
         before, mean = len(self.entries) - self.num_measured, mean_speed_up(self.entries)

@@ -84,8 +84,7 @@ def tune(
         >>> print(k3cupy.tune(preset="kimi-k3-tp8"))                      # doctest: +SKIP
         >>> print(k3cupy.tune(op="mla_decode", kinds=["fp8+fp8"]))        # doctest: +SKIP
     """
-    named = {"shapes": shapes, "preset": preset, "module": module}
-    named |= {"kinds": kinds, "num_heads": num_heads}
+    named = dict(shapes=shapes, preset=preset, module=module, kinds=kinds, num_heads=num_heads)
     targets = targets_of(op, tokens=tokens, residual=residual, **named)
     job = prepare(targets, again=again, device=device)
     torch = _torch()
@@ -179,10 +178,7 @@ def prepare(targets: Sequence[Target], *, again: bool = False, device: int | Non
 
 
 def run(job: Job, meter: CudaMeter | None = None, *, progress: bool = True) -> TuneReport:
-    """Measure a job, and keep every problem and size as soon as it is done.
-
-    ``meter`` measures; None is that of the job's GPU.
-    """
+    """Measure a job, by a meter or that of its GPU, and keep every entry as soon as it is done."""
     path: Path | None = cache.path_of(job.family, job.gpu.name)
     found, unsaved = dict(job.known), dict[tuple[str, int], Entry]()
     refused: list[str] = []
