@@ -28,7 +28,7 @@ PROBLEM = problem_of(N, K)
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The file of a GPU in an empty cache; nothing of it stays behind."""
     monkeypatch.setenv("K3CUPY_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "_warned", set())
+    cache._warn.cache_clear()
     cache.reload()
     yield cache.path_of("gemm", NAME)
     monkeypatch.undo()

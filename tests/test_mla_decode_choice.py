@@ -120,7 +120,7 @@ def test_tables_are_json() -> None:
 @pytest.mark.parametrize("table", TABLES, ids=NAMES)
 def test_a_table_is_sound(table: Table) -> None:
     """Every format has entries, every candidate was timed, what is chosen is as fast as any."""
-    assert sorted(table.problems()) == KINDS
+    assert sorted(table.problems) == KINDS
     for kind in KINDS:
         entries = table.entries(kind)
         assert entries

@@ -108,7 +108,7 @@ def test_the_shipped_table_names_what_it_measured() -> None:
         facts = table.header
         assert {"driver", "nvrtc", "commit", "packages", "num_sms"} <= set(facts)
         assert re.fullmatch(r"\d{4}-\d\d-\d\d", facts["date"])
-        assert set(table.problems()) == set(OPS)
+        assert set(table.problems) == set(OPS)
         for entry in table:
             times = entry.times["mla_prefill"]
             assert set(times) == set(CANDIDATES)

@@ -10,15 +10,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import functools
 import os
-import tempfile
-import threading
-import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-
-import platformdirs
 
 from k3cupy.call.choice import USER
 from k3cupy.call.plans import tables_changed
@@ -27,6 +23,7 @@ from k3cupy.choose.table import (
     Entry,
     Table,
     entry_of,
+    header_of,
     kernels_digest,
     parts_of,
     slug,
@@ -34,25 +31,19 @@ from k3cupy.choose.table import (
 )
 from k3cupy.runtime import env
 from k3cupy.runtime.devices import DeviceInfo
+from k3cupy.runtime.warn import warn_user
 
-_FOLDER = f"tables-v{SCHEMA}"
 _LOCK_SECONDS = 60
-_AGAIN = "`python -m k3cupy tune` measures anew"
-
-UNITS = {
-    "gemm": "us a launch, cold weights",
-    "mla_decode": "us added to the chain",
-    "mla_prefill": "us a launch",
-}
-
-_warned: set[tuple[Path, str]] = set()
-_warned_lock = threading.Lock()
 
 
 def directory() -> Path:
     """Return the folder of the measurements: K3CUPY_CACHE_DIR, or the user's cache folder."""
-    named = env.cache_dir() or platformdirs.user_cache_dir("k3cupy")
-    return Path(os.path.expanduser(named)) / _FOLDER
+    named = env.cache_dir()
+    if not named:
+        import platformdirs  # only here, because a process that names a folder need not wait for it
+
+        named = platformdirs.user_cache_dir("k3cupy")
+    return Path(os.path.expanduser(named)) / f"tables-v{SCHEMA}"
 
 
 def path_of(family: str, gpu: str) -> Path:
@@ -65,16 +56,10 @@ def table(family: str, gpu: str) -> Table:
 
     No file is no entries. A file or an entry that cannot be used is left out, with one warning that
     names the file and says what is wrong.
-
-    Args:
-        family: of kernels.
-        gpu: the name that the file must carry.
     """
     path = path_of(family, gpu)
     try:
-        problems = _problems(path, _text_of(path), gpu)
-    except FileNotFoundError:
-        problems = {}
+        problems = _problems(path, gpu)
     except OSError as error:
         _warn(path, f"the file is ignored, it cannot be read ({error})")
         problems = {}
@@ -83,13 +68,9 @@ def table(family: str, gpu: str) -> Table:
     if every and not any(isinstance(r, dict) and r.get("sources") == digest for r in every):
         _warn(path, "all entries are ignored, they are of the kernels of another version")
 
-    def read(problem: str, fields: Any) -> Entry | None:
-        try:
-            entry = entry_of(problem, fields)
-        except ValueError as error:
-            _warn(path, f"an entry of {problem} is ignored, it cannot be used ({error})")
-            return None
-        return entry if entry.sources == digest else None
+    def read(problem: str, rows: Iterable[Any]) -> dict[int, Entry]:
+        found = _entries(path, problem, rows)
+        return {entry.size: entry for entry in found if entry.sources == digest}
 
     return Table(USER, {"gpu": gpu}, problems, read)
 
@@ -97,12 +78,8 @@ def table(family: str, gpu: str) -> Table:
 def add(family: str, entries: Iterable[Entry], gpu: DeviceInfo) -> Path | None:
     """Add entries to the file of a GPU; a new entry takes the place of an older one of its key.
 
-    They count in this process after ``reload()``.
-
-    Args:
-        family: of kernels.
-        entries: measured here; an empty ``date`` or ``sources`` becomes that of today.
-        gpu: what they were measured on.
+    They count in this process after ``reload()``. An empty ``date`` or ``sources`` becomes that of
+    today.
 
     Returns:
         The file, or None where it cannot be written; then one warning says why.
@@ -116,20 +93,12 @@ def add(family: str, entries: Iterable[Entry], gpu: DeviceInfo) -> Path | None:
         dataclasses.replace(entry, date=entry.date or today, sources=entry.sources or digest)
         for entry in entries
     ]
-    header = {
-        "schema": SCHEMA,
-        "family": family,
-        "unit": UNITS[family],
-        "gpu": gpu.name,
-        "arch": gpu.arch,
-        "num_sms": gpu.num_sms,
-        "about": "Measured on this machine by `python -m k3cupy tune`.",
-    }
+    header = header_of(family, gpu, "Measured on this machine by `python -m k3cupy tune`.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{path}.lock", timeout=_LOCK_SECONDS):
-            text = _text_of(path) if path.exists() else ""
-            known = _entries(path, text, gpu.name) if text else ()
+            problems = _problems(path, gpu.name)
+            known = [entry for each in problems for entry in _entries(path, each, problems[each])]
             merged = {entry.key: entry for entry in (*known, *dated)}
             _replace(path, table_text(header, merged.values()))
     except OSError as error:  # a lock that nobody lets go is an OSError too
@@ -147,46 +116,43 @@ def reload() -> None:
     tables_changed()
 
 
-def _text_of(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace")  # what is no text is no JSON either
-
-
-def _problems(path: Path, text: str, gpu: str) -> dict[str, list[Any]]:
+def _problems(path: Path, gpu: str) -> dict[str, list[Any]]:
+    """Return what a file has of each problem: nothing where there is none, or of something else."""
     try:
-        header, problems = parts_of(text)
+        header, problems = parts_of(path.read_text("utf-8", "replace"))  # no text is no JSON either
         if header["gpu"] != gpu:
             raise ValueError(f"expected measurements of {gpu}, got {header['gpu']!r:.100}")
+    except FileNotFoundError:
+        return {}
     except ValueError as error:
         _warn(path, f"the file is ignored, it is no table of this version ({error})")
         return {}
     return problems
 
 
-def _entries(path: Path, text: str, gpu: str) -> Iterator[Entry]:
-    """Yield the entries of a file that can be used, those of other kernels too."""
-    for problem, rows in _problems(path, text, gpu).items():
-        for fields in rows:
-            with contextlib.suppress(ValueError):
-                yield entry_of(problem, fields)
+def _entries(path: Path, problem: str, rows: Iterable[Any]) -> list[Entry]:
+    """Return the entries of a problem that can be used, those of other kernels too."""
+    found = []
+    for row in rows:
+        try:
+            found.append(entry_of(problem, row))
+        except ValueError as error:
+            _warn(path, f"an entry of {problem} is ignored, it cannot be used ({error})")
+    return found
 
 
 def _replace(path: Path, text: str) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}.", suffix=".tmp")
+    new = path.with_suffix(f".{os.getpid()}.tmp")
     try:
-        os.fchmod(handle, 0o644)  # a service may read what its owner measured
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(name, path)
-    except BaseException:
+        new.write_text(text, encoding="utf-8")
+        new.chmod(0o644)  # a service may read what its owner measured
+        os.replace(new, path)
+    finally:
         with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+            new.unlink()
 
 
-def _warn(path: Path, problem: str, hint: str = _AGAIN) -> None:
+@functools.cache
+def _warn(path: Path, problem: str, hint: str = "`python -m k3cupy tune` measures anew") -> None:
     """Warn once for a file and what is wrong with it."""
-    with _warned_lock:
-        if (path, problem) in _warned:
-            return
-        _warned.add((path, problem))
-    warnings.warn(f"measurements in {path}: {problem}. {hint}", UserWarning, stacklevel=3)
+    warn_user(f"measurements in {path}: {problem}. {hint}")

@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import NamedTuple
 
 from k3cupy.kernels.fused_a_gemm import (
     UNIT_OF_ROWS,
@@ -19,54 +18,57 @@ from k3cupy.kernels.fused_a_gemm import (
 from k3cupy.runtime.devices import DeviceInfo
 
 
-class _Shape(NamedTuple):
-    """Part of a configuration: how a tile is cut, before anyone knows how deep its rings are."""
-
-    tile_n: int
-    tile_k: int
-    warps_k: int
-    warps_n: int
-    copy_warps: int
-    product: str = WARP
-    mapped_x: bool = False
+def _shape(
+    tile_n: int,
+    tile_k: int,
+    warps_k: int,
+    warps_n: int,
+    copy_warps: int,
+    product: str = WARP,
+    mapped_x: bool = False,
+) -> FusedAGemmConfig:
+    """Return how a tile is cut, before anyone knows its tokens and how deep its rings are."""
+    return FusedAGemmConfig(
+        8, tile_n, tile_k, 2, 2, warps_k, warps_n, 1, copy_warps, product, 0, mapped_x
+    )
 
 
 _FEW_TILE_N, _FEW_WARPS_K = (16, 32, 48, 64), (4, 8)
 _FEW_COPY_WARPS = {8: (2,), 16: (2, 4)}
 """For few tokens, copy_warps by tile_m: combined with each tile_n and warps_k above."""
 
-_SHAPES: dict[int, tuple[_Shape, ...]] = {
-    16: (_Shape(64, 256, 4, 2, 2),),
+_SHAPES: dict[int, tuple[FusedAGemmConfig, ...]] = {
+    16: (_shape(64, 256, 4, 2, 2),),
     32: (
-        _Shape(16, 512, 8, 1, 2),
-        _Shape(32, 512, 8, 1, 4),
-        _Shape(32, 256, 8, 1, 4),
-        _Shape(32, 256, 4, 1, 2),
-        _Shape(32, 256, 4, 2, 2),
-        _Shape(48, 512, 4, 1, 2),
-        _Shape(48, 256, 4, 1, 2),
-        _Shape(64, 256, 4, 1, 2),
-        _Shape(64, 256, 4, 2, 2),
-        _Shape(64, 256, 2, 2, 2),
-        _Shape(64, 128, 4, 2, 2),
-        _Shape(80, 128, 4, 1, 2),
-        _Shape(96, 128, 2, 3, 2),
-        _Shape(160, 64, 2, 5, 2),
-        _Shape(64, 128, 1, 4, 2, WARPGROUP),
-        _Shape(128, 64, 1, 8, 2, WARPGROUP),
+        _shape(16, 512, 8, 1, 2),
+        _shape(32, 512, 8, 1, 4),
+        _shape(32, 256, 8, 1, 4),
+        _shape(32, 256, 4, 1, 2),
+        _shape(32, 256, 4, 2, 2),
+        _shape(48, 512, 4, 1, 2),
+        _shape(48, 256, 4, 1, 2),
+        _shape(64, 256, 4, 1, 2),
+        _shape(64, 256, 4, 2, 2),
+        _shape(64, 256, 2, 2, 2),
+        _shape(64, 128, 4, 2, 2),
+        _shape(80, 128, 4, 1, 2),
+        _shape(96, 128, 2, 3, 2),
+        _shape(160, 64, 2, 5, 2),
+        _shape(64, 128, 1, 4, 2, WARPGROUP),
+        _shape(128, 64, 1, 8, 2, WARPGROUP),
     ),
     64: (
-        _Shape(32, 256, 4, 1, 4),
-        _Shape(48, 256, 4, 1, 2),
-        _Shape(64, 256, 4, 2, 2),
-        _Shape(64, 128, 4, 2, 2),
-        _Shape(64, 128, 4, 1, 2),
-        _Shape(80, 128, 4, 1, 2),
-        _Shape(96, 128, 2, 3, 2),
-        _Shape(64, 128, 1, 4, 2, WARPGROUP, mapped_x=True),
-        _Shape(64, 128, 2, 4, 2, WARPGROUP, mapped_x=True),
-        _Shape(64, 128, 2, 4, 2, WARPGROUP),
-        _Shape(192, 64, 1, 4, 2, WARPGROUP),
+        _shape(32, 256, 4, 1, 4),
+        _shape(48, 256, 4, 1, 2),
+        _shape(64, 256, 4, 2, 2),
+        _shape(64, 128, 4, 2, 2),
+        _shape(64, 128, 4, 1, 2),
+        _shape(80, 128, 4, 1, 2),
+        _shape(96, 128, 2, 3, 2),
+        _shape(64, 128, 1, 4, 2, WARPGROUP, mapped_x=True),
+        _shape(64, 128, 2, 4, 2, WARPGROUP, mapped_x=True),
+        _shape(64, 128, 2, 4, 2, WARPGROUP),
+        _shape(192, 64, 1, 4, 2, WARPGROUP),
     ),
 }
 """By tile_m, what is worth a look beside that: fast somewhere, or one even wave for some N."""
@@ -83,7 +85,7 @@ _ORDER_OF_ALL = (4, 1, WARP)
 
 _TILES_M = (8, 16, 32, 64)
 
-_SMALLEST = {tile_m: FusedAGemmConfig(tile_m, 16, 64, 2, 2, 4, 1, 1, 1) for tile_m in _TILES_M}
+_SMALLEST = _shape(16, 64, 4, 1, 1)
 """What fits any GPU, should nothing else."""
 
 
@@ -92,7 +94,9 @@ def tile_m_of(num_tokens: int) -> int:
     return next(tile for tile in _TILES_M if tile >= num_tokens)
 
 
-def _shapes(tile_m: int, n: int, k: int, split_k: int, device: DeviceInfo) -> Iterable[_Shape]:
+def _shapes(
+    tile_m: int, n: int, k: int, split_k: int, device: DeviceInfo
+) -> Iterable[FusedAGemmConfig]:
     """Return the shapes to try for a product, its columns shared by ``split_k`` blocks."""
     yield from _SHAPES.get(tile_m, ())
     if tile_m in _FEW_COPY_WARPS:
@@ -101,38 +105,21 @@ def _shapes(tile_m: int, n: int, k: int, split_k: int, device: DeviceInfo) -> It
         for tile_n, tile_k, warps_k, copy_warps in itertools.product(
             _FEW_TILE_N, tile_ks, _FEW_WARPS_K, _FEW_COPY_WARPS[tile_m]
         ):
-            yield _Shape(tile_n, tile_k, warps_k, 1, copy_warps)
+            yield _shape(tile_n, tile_k, warps_k, 1, copy_warps)
     if tile_m == WIDE_TOKENS and device.has_warpgroups:
-        for tile_n, warps_k in itertools.product(_even_tiles(n, split_k, device), _EVEN_WARPS_K):
-            mapped_x = split_k == 1
-            yield _Shape(tile_n, _EVEN_TILE_K, warps_k, 4, 2, WARPGROUP_TOKENS, mapped_x)
-
-
-def _even_tiles(n: int, split_k: int, device: DeviceInfo) -> list[int]:
-    """Return the tiles of which there are about as many as clusters, or two or three times so many.
-
-    The rows are a multiple of what the blocks of a cluster can share. Tiles that the kernel does
-    not have are for ``is_valid`` to refuse.
-    """
-    unit = math.lcm(UNIT_OF_ROWS, 4 * split_k)
-    found = []
-    for waves in (1, 2, 3) if split_k == 1 else (1,):
-        rows = _even_rows(n, split_k, waves, device)
-        least = -(-rows // unit) * unit
-        found += [least, least + unit]
-    return list(dict.fromkeys(found))
+        # Tiles of a multiple of the rows that the blocks of a cluster can share.
+        unit, alone = math.lcm(UNIT_OF_ROWS, 4 * split_k), split_k == 1
+        waves = (1, 2, 3) if alone else (1,)
+        least = [-(-_even_rows(n, split_k, w, device) // unit) * unit for w in waves]
+        tiles = dict.fromkeys(rows for each in least for rows in (each, each + unit))
+        for tile_n, warps_k in itertools.product(tiles, _EVEN_WARPS_K):
+            yield _shape(tile_n, _EVEN_TILE_K, warps_k, 4, 2, WARPGROUP_TOKENS, alone)
 
 
 def _even_rows(n: int, split_k: int, waves: int, device: DeviceInfo) -> int:
     """Return the rows a block with which clusters of ``split_k`` blocks fill the GPU evenly.
 
     Larger clusters leave some multiprocessors out, as each lies within one part of the GPU.
-
-    Args:
-        n: rows of the weight.
-        split_k: blocks a cluster.
-        waves: how many times they are to fill it.
-        device: the GPU.
     """
     clusters = device.num_sms // split_k
     if split_k > 2:
@@ -146,12 +133,6 @@ def candidates(n: int, k: int, num_tokens: int, device: DeviceInfo) -> tuple[Fus
     Rings are as deep as shared memory allows, once with all blocks just resident, and once with
     room for one more block a multiprocessor, where the next kernel's blocks can begin. Where there
     are too many blocks to be resident at once, a few of them on each multiprocessor take turns.
-
-    Args:
-        n: rows of the weight.
-        k: its columns.
-        num_tokens: rows of x, from 1 to 64.
-        device: the GPU.
     """
     tile_m = tile_m_of(num_tokens)
     found: dict[FusedAGemmConfig, None] = {}
@@ -160,34 +141,17 @@ def candidates(n: int, k: int, num_tokens: int, device: DeviceInfo) -> tuple[Fus
             blocks = -(-n // shape.tile_n) * split_k
             if split_k > 1 and (blocks > 2 * device.num_sms or k < 1024):
                 continue
-            draft = _draft(tile_m, shape, split_k, k)
+            tile_k = shape.tile_k
+            while tile_k > max(k, 64):
+                tile_k //= 2
+            draft = replace(shape, tile_m=tile_m, tile_k=tile_k, split_k=split_k)
             resident = -(-blocks // device.num_sms)
             for blocks_per_sm in (resident, resident + 1) if resident <= 3 else (2, 3, 4):
                 config = _deepened(draft, k, device, blocks_per_sm)
                 if config is None or (config.mapped_x and not config.can_map(k)):
                     continue
                 found |= dict.fromkeys([config, *_spread(config, n, device)])
-    return tuple(found) or (_SMALLEST[tile_m],)
-
-
-def _draft(tile_m: int, shape: _Shape, split_k: int, k: int) -> FusedAGemmConfig:
-    tile_k = shape.tile_k
-    while tile_k > max(k, 64):
-        tile_k //= 2
-    tile_n, _, warps_k, warps_n, copy_warps, product, mapped_x = shape
-    return FusedAGemmConfig(
-        tile_m,
-        tile_n,
-        tile_k,
-        stages=2,
-        stages_x=2,
-        warps_k=warps_k,
-        warps_n=warps_n,
-        split_k=split_k,
-        copy_warps=copy_warps,
-        product=product,
-        mapped_x=mapped_x,
-    )
+    return tuple(found) or (replace(_SMALLEST, tile_m=tile_m),)
 
 
 def _spread(config: FusedAGemmConfig, n: int, device: DeviceInfo) -> tuple[FusedAGemmConfig, ...]:
@@ -263,25 +227,18 @@ def estimate_us(config: FusedAGemmConfig, n: int, k: int, device: DeviceInfo) ->
     )
 
 
-def _is_modelled(config: FusedAGemmConfig) -> bool:
-    """Return whether the model was fitted to such configurations; others need a measurement."""
-    return not (config.needs_warpgroups or config.block_rows or config.mapped_x)
-
-
 def ranked(
     n: int, k: int, num_tokens: int, device: DeviceInfo, *, batch_invariant: bool = False
 ) -> tuple[FusedAGemmConfig, ...]:
-    """Return the candidates that the model knows, the likeliest first; at least one.
+    """Return the candidates that the model was fitted to, the likeliest first; at least one.
 
-    Args:
-        n: rows of the weight.
-        k: its columns.
-        num_tokens: rows of x, from 1 to 64.
-        device: the GPU.
-        batch_invariant: only those that sum in one order whatever the number of tokens.
+    ``batch_invariant``: only those that sum in one order whatever the number of tokens.
     """
-    possible = [c for c in candidates(n, k, num_tokens, device) if _is_modelled(c)]
-    if batch_invariant:
-        possible = [c for c in possible if c.order == _ORDER_OF_ALL]
+    possible = [
+        config
+        for config in candidates(n, k, num_tokens, device)
+        if not (config.needs_warpgroups or config.block_rows or config.mapped_x)
+        and (config.order == _ORDER_OF_ALL or not batch_invariant)
+    ]
     possible.sort(key=lambda config: estimate_us(config, n, k, device))
-    return tuple(possible) or (_SMALLEST[tile_m_of(num_tokens)],)
+    return tuple(possible) or (replace(_SMALLEST, tile_m=tile_m_of(num_tokens)),)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from k3cupy.call.choice import LINEAR, NAMED, PUBLIC, RULE, Choice
 from k3cupy.call.plans import tables as tables_state
 from k3cupy.choose import fused_a_gemm as fused_a_model
 from k3cupy.choose import skinny_gemm as skinny_model
-from k3cupy.choose.table import GEMM, Entry, Table, tables_of, why_unknown
+from k3cupy.choose.table import GEMM, KERNELS, Entry, Table, tables_of, why_unknown
 from k3cupy.kernels import fused_a_gemm, skinny_gemm
 from k3cupy.kernels.fused_a_gemm import MAX_TOKENS, FusedAGemmConfig
 from k3cupy.runtime.devices import DeviceInfo
@@ -24,6 +24,11 @@ FUSED_A, SKINNY = fused_a_gemm.KERNEL, skinny_gemm.KERNEL
 OURS = (FUSED_A, SKINNY)
 ALL = (*OURS, LINEAR)
 """What a linear layer may run."""
+
+_Candidates = Mapping[str, Callable[..., tuple[Any, ...]]]
+_CANDIDATES: _Candidates = {FUSED_A: fused_a_model.candidates, SKINNY: skinny_model.candidates}
+_RANKED: _Candidates = {**_CANDIDATES, FUSED_A: fused_a_model.ranked}
+"""Kernel -> what is worth measuring; and what its cost model knows, the likeliest first."""
 
 NOT_INVARIANT = "; so batch invariance does not hold for this call"
 
@@ -79,71 +84,70 @@ def choose(
     if config is not None:
         found = Choice(kernels[0], config, NAMED)
     else:
-        found = _chosen(
-            tuple(kernels), n, k, num_tokens, gpu, residual, batch_invariant, tables_state()
-        )
-    if found.kernel == FUSED_A and found.config.mapped_x:
-        return _mapped_or_not(found, k, why_not_mapped)
-    return found
+        of = _Product(n, k, num_tokens, gpu)
+        found = _chosen(tuple(kernels), of, residual, batch_invariant, tables_state())
+    if found.kernel != FUSED_A or not found.config.mapped_x:
+        return found
+    fused: FusedAGemmConfig = found.config
+    if why_not_mapped is None and not fused.can_map(k):
+        why_not_mapped = f"K = {k} is no multiple of {fused.split_k * fused.tile_k}"
+    if why_not_mapped is None:
+        return found
+    told = f"; x by copy warps, because {why_not_mapped}" if why_not_mapped else ""
+    return replace(found, config=fused.with_copy_warps(), reason=found.reason + told)
 
 
-def _mapped_or_not(choice: Choice, k: int, why_not: str | None) -> Choice:
-    """Return a choice with copy warps in place of the copy engine, where x needs them."""
-    config: FusedAGemmConfig = choice.config
-    if why_not is None and not config.can_map(k):
-        why_not = f"K = {k} is no multiple of {config.split_k * config.tile_k}"
-    if why_not is None:
-        return choice
-    told = f"; x by copy warps, because {why_not}" if why_not else ""
-    return replace(choice, config=config.with_copy_warps(), reason=choice.reason + told)
+class _Product(NamedTuple):
+    """What is asked for, on which GPU."""
+
+    n: int
+    k: int
+    num_tokens: int
+    gpu: DeviceInfo
+
+    @property
+    def unknown(self) -> str:
+        """Why no measurement decides."""
+        return why_unknown(GEMM, f"{self.n} x {self.k}", self.gpu)
 
 
 @functools.lru_cache(maxsize=4096)
 def _chosen(
-    kernels: tuple[str, ...],
-    n: int,
-    k: int,
-    num_tokens: int,
-    gpu: DeviceInfo,
-    residual: bool,
-    batch_invariant: bool,
-    _state: int,
+    kernels: tuple[str, ...], of: _Product, residual: bool, batch_invariant: bool, _state: int
 ) -> Choice:
     if LINEAR in kernels:
-        refusal = _why_none(n, k, num_tokens, gpu, batch_invariant)
+        refusal = _why_none(of, batch_invariant)
         if refusal is not None:
-            return _linear(refusal, batch_invariant)
+            return _linear(refusal + (NOT_INVARIANT if batch_invariant else ""))
     if batch_invariant:
-        return _invariant(n, k, num_tokens, gpu)
-    for table in tables_of(GEMM, gpu):
-        entry, told = entry_at(table, n, k, num_tokens, residual)
+        return _invariant(of)
+    for table in tables_of(GEMM, of.gpu):
+        entry, told = entry_at(table, of.n, of.k, of.num_tokens, residual)
         if entry is not None:
-            found = _known(kernels, table, entry, (n, k, num_tokens), gpu, told)
+            found = _known(kernels, table, entry, of, told)
             if found is not None:
                 return found
-    return _by_rule(kernels, n, k, num_tokens, gpu)
+    return _by_rule(kernels, of)
 
 
-def _why_none(
-    n: int, k: int, num_tokens: int, gpu: DeviceInfo, batch_invariant: bool
-) -> str | None:
+def _why_none(of: _Product, batch_invariant: bool) -> str | None:
     """Return in words why none of our kernels can compute a product, or None where one can."""
-    if gpu.compute_capability < (8, 0):
-        return f"{gpu.name} is {gpu.arch}; our kernels need sm_80"
+    if of.gpu.compute_capability < (8, 0):
+        return f"{of.gpu.name} is {of.gpu.arch}; our kernels need sm_80"
     if batch_invariant:
-        return why_not(FUSED_A, k, min(num_tokens, MAX_TOKENS))
-    if num_tokens > MAX_TOKENS:
+        return why_not(FUSED_A, of.k, min(of.num_tokens, MAX_TOKENS))
+    if of.num_tokens > MAX_TOKENS:
         return f"x: expected at most {MAX_TOKENS} rows, got more"  # one line of the report for all
     return None
 
 
-def _linear(reason: str, batch_invariant: bool = False, origin: str = RULE) -> Choice:
-    return Choice(LINEAR, None, reason + (NOT_INVARIANT if batch_invariant else ""), origin)
+def _linear(reason: str, origin: str = RULE) -> Choice:
+    return Choice(LINEAR, None, reason, origin)
 
 
 def why_not(kernel: str, k: int, num_tokens: int) -> str | None:
     """Return in words why a kernel of ours cannot compute a product, or None where it can."""
-    module = fused_a_gemm if kernel == FUSED_A else skinny_gemm
+    module = KERNELS[kernel]
     if k % module.K_MULTIPLE:
         return f"x: expected K a multiple of {module.K_MULTIPLE}, got {k}"
     if num_tokens > module.MAX_TOKENS:
@@ -184,136 +188,110 @@ def fits(kernel: str, config: Any, num_tokens: int, gpu: DeviceInfo) -> Any:
 
 
 def _known(
-    kernels: Sequence[str],
-    table: Table,
-    entry: Entry,
-    product: tuple[int, int, int],
-    gpu: DeviceInfo,
-    told: str,
+    kernels: Sequence[str], table: Table, entry: Entry, of: _Product, told: str
 ) -> Choice | None:
     """Return the fastest of the kernels by an entry; None where it knows none of them."""
     if table.origin == PUBLIC:
-        return _published(entry, product, gpu, told) if LINEAR in kernels else None
-    ranked: list[tuple[float, bool, int, str, Any]] = []
-    for kernel in kernels:
-        for config, us in entry.times.get(kernel, {}).items():
-            ranked.append((us, kernel != LINEAR, len(ranked), kernel, config))
-    ranked.sort()  # of equal times the framework's linear comes first, then the first measured
-    where = f"on {gpu.name} at M = {entry.size}{told}"
-    for us, is_ours, _, kernel, config in ranked:
-        if not is_ours:
+        return _published(entry, of, told) if LINEAR in kernels else None
+    ranked = [
+        (us, kernel, config)
+        for kernel in sorted(kernels, key=lambda kernel: kernel != LINEAR)
+        for config, us in entry.times.get(kernel, {}).items()
+    ]
+    ranked.sort(key=lambda found: found[0])  # of equal times the framework's linear comes first
+    where = f"on {of.gpu.name} at M = {entry.size}{told}"
+    for us, kernel, config in ranked:
+        if kernel == LINEAR:
             best = f" ({us:.2f} against {ranked[1][0]:.2f} us)" if len(ranked) > 1 else ""
-            return _linear(f"F.linear was faster {where}{best}", origin=table.origin)
-        fitted = fits(kernel, config, product[2], gpu)
+            return _linear(f"F.linear was faster {where}{best}", table.origin)
+        fitted = fits(kernel, config, of.num_tokens, of.gpu)
         if fitted is not None:
             beside = f", F.linear {entry.linear_us:.2f} us" if entry.linear_us else ""
             return Choice(kernel, fitted, f"measured {where}: {us:.2f} us{beside}", table.origin)
     return None
 
 
-def _published(entry: Entry, product: tuple[int, int, int], gpu: DeviceInfo, told: str) -> Choice:
+def _published(entry: Entry, of: _Product, told: str) -> Choice:
     """Return what others found to be the fastest, by a configuration of ours where it has none."""
-    n, k, num_tokens = product
-    told = f"public figures for {gpu.arch}, not measured by us, name {{}} at M = {entry.size}{told}"
+    where = f"at M = {entry.size}{told}"
+    told = f"public figures for {of.gpu.arch}, not measured by us, name"
     if entry.kernel == LINEAR:
-        return _linear(told.format(f"no kernel for {entry.problem}"), origin=PUBLIC)
-    refusal = why_not(entry.kernel, k, num_tokens)
-    if refusal is not None:
-        return _linear(refusal)
-    reason = told.format(entry.kernel)
-    config = fits(entry.kernel, entry.config, num_tokens, gpu)
-    if config is None:
-        config, why = _modelled(entry.kernel, n, k, num_tokens, gpu)
-        reason += f"; configuration: {why}"
-    return Choice(entry.kernel, config, reason, PUBLIC)
+        return _linear(f"{told} no kernel for {entry.problem} {where}", PUBLIC)
+    config = fits(entry.kernel, entry.config, of.num_tokens, of.gpu)
+    return _ours(entry.kernel, of, f"{told} {entry.kernel} {where}", PUBLIC, config)
 
 
-def _invariant(n: int, k: int, num_tokens: int, gpu: DeviceInfo) -> Choice:
+def _invariant(of: _Product) -> Choice:
     """Return the fused-A GEMM with one summation order for every number of tokens."""
-    slices = f" in slices of {MAX_TOKENS} rows" if num_tokens > MAX_TOKENS else ""
-    count = min(num_tokens, MAX_TOKENS)
-    for table in tables_of(GEMM, gpu):
-        config = invariant_config(table, n, k, count, gpu)
+    slices = f" in slices of {MAX_TOKENS} rows" if of.num_tokens > MAX_TOKENS else ""
+    of = of._replace(num_tokens=min(of.num_tokens, MAX_TOKENS))
+    for table in tables_of(GEMM, of.gpu):
+        config = _invariant_config(table, of)
         if config is not None:
-            where = f"measured on {gpu.name} for {n} x {k}, M = {class_of(count)}"
+            where = f"measured on {of.gpu.name} for {of.n} x {of.k}, M = {class_of(of.num_tokens)}"
             reason = f"batch-invariant{slices}; {where}, one summation order for all M"
             return Choice(FUSED_A, config, reason, table.origin)
-    config, why = _modelled(FUSED_A, n, k, count, gpu, batch_invariant=True)
+    config, why = _modelled(FUSED_A, of, batch_invariant=True)
     return Choice(FUSED_A, config, f"batch-invariant{slices}; {why}")
 
 
-def invariant_config(
-    table: Table, n: int, k: int, num_tokens: int, gpu: DeviceInfo
-) -> FusedAGemmConfig | None:
+def _invariant_config(table: Table, of: _Product) -> FusedAGemmConfig | None:
     """Return the fastest of one summation order, the order with the least worst loss.
 
     None where some number of tokens has no valid configuration of a common order: then no
     number of tokens may take its order from the table.
     """
-    entries = table.entries(problem_of(n, k))
+    entries = table.entries(problem_of(of.n, of.k))
     if not set(TOKEN_CLASSES) <= set(entries):
         return None
-    classes: dict[int, Mapping[FusedAGemmConfig, float]] = {
-        tokens: {
-            config: us
-            for config, us in entries[tokens].times.get(FUSED_A, {}).items()
-            if config.fits(tokens, gpu)
-        }
-        for tokens in TOKEN_CLASSES
-    }
-    common = set.intersection(*({c.order for c in times} for times in classes.values()))
+    of_orders: dict[Any, dict[int, tuple[float, FusedAGemmConfig]]] = {}
+    for tokens in TOKEN_CLASSES:
+        for config, us in entries[tokens].times.get(FUSED_A, {}).items():
+            if config.fits(tokens, of.gpu):
+                fastest = of_orders.setdefault(config.order, {})
+                if tokens not in fastest or us < fastest[tokens][0]:
+                    fastest[tokens] = us, config
+    common = [by for _, by in sorted(of_orders.items()) if len(by) == len(TOKEN_CLASSES)]
     if not common:
         return None
-
-    def fastest(
-        order: tuple[int, int, str], times: Mapping[FusedAGemmConfig, float]
-    ) -> FusedAGemmConfig:
-        return min((c for c in times if c.order == order), key=times.__getitem__)
-
-    def worst_loss(order: tuple[int, int, str]) -> float:
-        return max(times[fastest(order, times)] / min(times.values()) for times in classes.values())
-
-    order = min(sorted(common), key=worst_loss)  # in every process the same one of equals
-    return fastest(order, classes[class_of(num_tokens)])
+    least = {t: min(by[t][0] for by in of_orders.values() if t in by) for t in TOKEN_CLASSES}
+    best = min(common, key=lambda by: max(us / least[t] for t, (us, _) in by.items()))
+    return best[class_of(of.num_tokens)][1]
 
 
 # --- By rule -------------------------------------------------------------------------------------
 
 
-def _by_rule(kernels: Sequence[str], n: int, k: int, num_tokens: int, gpu: DeviceInfo) -> Choice:
+def _by_rule(kernels: Sequence[str], of: _Product) -> Choice:
     """Return the rule's answer for a product that nobody measured on such a GPU."""
     if LINEAR not in kernels:
-        config, why = _modelled(kernels[0], n, k, num_tokens, gpu)
-        return Choice(kernels[0], config, why)
-    if gpu.compute_capability >= (9, 0):
-        most = 32 if 2 * n * k < _LARGE_WEIGHT else 16
-        kernel = FUSED_A if num_tokens <= most else LINEAR
+        return Choice(kernels[0], *_modelled(kernels[0], of))
+    if of.gpu.compute_capability >= (9, 0):
+        most = 32 if 2 * of.n * of.k < _LARGE_WEIGHT else 16
+        kernel = FUSED_A if of.num_tokens <= most else LINEAR
         rule = "the rule for sm_90 and newer takes fused_a up to 16 tokens, 32 for weights < 32 MB"
     else:
-        kernel = SKINNY if num_tokens <= 2 else FUSED_A if num_tokens <= 8 else LINEAR
+        kernel = SKINNY if of.num_tokens <= 2 else FUSED_A if of.num_tokens <= 8 else LINEAR
         rule = "the rule for sm_80 to sm_89 takes skinny up to 2 tokens, fused_a up to 8"
-    unknown = why_unknown(GEMM, f"{n} x {k}", gpu)
-    reason = f"not measured here, {unknown}: {rule}. `python -m k3cupy tune` measures it"
-    if kernel == LINEAR:
-        return _linear(reason)
-    refusal = why_not(kernel, k, num_tokens)
+    reason = f"not measured here, {of.unknown}: {rule}. `python -m k3cupy tune` measures it"
+    return _linear(reason) if kernel == LINEAR else _ours(kernel, of, reason)
+
+
+def _ours(kernel: str, of: _Product, reason: str, origin: str = RULE, config: Any = None) -> Choice:
+    """Return a kernel of ours, by its cost model where no configuration is known."""
+    refusal = why_not(kernel, of.k, of.num_tokens)
     if refusal is not None:
         return _linear(refusal)
-    config, _ = _modelled(kernel, n, k, num_tokens, gpu)
-    return Choice(kernel, config, reason)
+    if config is None:
+        config, why = _modelled(kernel, of)
+        reason += f"; configuration: {why}" if origin == PUBLIC else ""
+    return Choice(kernel, config, reason, origin)
 
 
-def _modelled(
-    kernel: str, n: int, k: int, num_tokens: int, gpu: DeviceInfo, *, batch_invariant: bool = False
-) -> tuple[Any, str]:
+def _modelled(kernel: str, of: _Product, **options: bool) -> tuple[Any, str]:
     """Return the best configuration of a kernel by its cost model, and the reason in words."""
-    possible: Sequence[Any]
-    if kernel == FUSED_A:
-        possible = fused_a_model.ranked(n, k, num_tokens, gpu, batch_invariant=batch_invariant)
-    else:
-        possible = skinny_model.candidates(n, k, num_tokens, gpu)
-    unknown = why_unknown(GEMM, f"{n} x {k}", gpu)
-    return possible[0], f"{unknown}: the best of {len(possible)} candidates by the cost model"
+    possible = _RANKED[kernel](*of, **options)
+    return possible[0], f"{of.unknown}: the best of {len(possible)} candidates by the cost model"
 
 
 # --- To be measured ------------------------------------------------------------------------------
@@ -323,8 +301,4 @@ def candidates(kernel: str, n: int, k: int, num_tokens: int, gpu: DeviceInfo) ->
     """Return the configurations of a kernel that are worth measuring; none where it cannot run."""
     if why_not(kernel, k, num_tokens) is not None:
         return ()
-    model: Mapping[str, Callable[..., tuple[Any, ...]]] = {
-        FUSED_A: fused_a_model.candidates,
-        SKINNY: skinny_model.candidates,
-    }
-    return model[kernel](n, k, num_tokens, gpu)
+    return _CANDIDATES[kernel](n, k, num_tokens, gpu)

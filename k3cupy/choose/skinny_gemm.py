@@ -4,55 +4,29 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import Counter
 
-from k3cupy.kernels.skinny_gemm import VECTOR_WIDTHS, SkinnyGemmConfig
+from k3cupy.choose.table import config_of
+from k3cupy.kernels.skinny_gemm import KERNEL, VECTOR_WIDTHS, SkinnyGemmConfig
 from k3cupy.runtime.devices import DeviceInfo
 
 _BLOCK_SIZES = tuple(range(32, 513, 32))
 _OUTPUTS = (1, 2, 3, 4, 6, 8)
 _UNROLLS = (1, 2, 3, 4)
 
-_FEW_ROWS = (
-    (224, 2, 4, 8),
-    (224, 3, 4, 8),
-    (224, 4, 2, 8),
-    (96, 4, 2, 8),
-    (96, 2, 4, 8),
-    (96, 4, 2, 4),
-    (64, 4, 2, 8),
-    (32, 4, 4, 8),
-    (128, 4, 2, 8),
-    (256, 2, 1, 4),
-)
-_TWO_ROWS = (
-    (128, 4, 2, 8),
-    (128, 2, 2, 8),
-    (96, 4, 1, 8),
-    (64, 4, 2, 8),
-    (224, 4, 2, 8),
-    (32, 4, 4, 8),
-)
-_MORE_ROWS = (
-    (128, 2, 1, 8),
-    (64, 4, 1, 8),
-    (128, 3, 1, 8),
-    (128, 6, 1, 8),
-    (64, 2, 2, 8),
-    (64, 3, 2, 8),
-)
-_PUBLIC = {1: _FEW_ROWS, 2: _TWO_ROWS}
-"""By number of rows, (block_size, outputs_per_block, k_unroll, vector_width) that public packages
-found fast on GPUs of other kinds; what is not listed has ``_MORE_ROWS``."""
+_PUBLIC = {
+    1: "224/2/4/8 224/3/4/8 224/4/2/8 96/4/2/8 96/2/4/8 96/4/2/4 64/4/2/8 32/4/4/8 128/4/2/8 "
+    "256/2/1/4",
+    2: "128/4/2/8 128/2/2/8 96/4/1/8 64/4/2/8 224/4/2/8 32/4/4/8",
+}
+_PUBLIC_OF_MORE = "128/2/1/8 64/4/1/8 128/3/1/8 128/6/1/8 64/2/2/8 64/3/2/8"
+"""By number of rows, what public packages found fast on GPUs of other kinds: block_size,
+outputs_per_block, k_unroll and vector_width, as tables write them."""
 
 _NUM_CANDIDATES, _PUBLIC_CANDIDATES = 8, 3
 _WORTH_A_TRY = 1.3
 """A public setting is one up to this many times the model's best time."""
 
 _OF_ONE_BLOCK_SIZE, _OF_ONE_OUTPUTS = 2, 3
-
-_SMALLEST = (32, 1, 1, 8)
-"""What fits any product."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -62,47 +36,37 @@ def candidates(n: int, k: int, num_tokens: int, device: DeviceInfo) -> tuple[Ski
     The model's best, the three of the public settings that it puts first, and what follows in its
     order: not more than two of one block size and three of one number of outputs, as long as there
     are others. Near its optimum the model knows less than a measurement.
-
-    Args:
-        n: rows of the weight.
-        k: its columns.
-        num_tokens: rows of x, from 1 to 8.
-        device: the GPU.
     """
     times = {config: estimate_us(config, n, k, device) for config in _possible(n, k, num_tokens)}
     ranked = sorted(times, key=times.__getitem__)
-    public = {SkinnyGemmConfig(num_tokens, *s) for s in _PUBLIC.get(num_tokens, _MORE_ROWS)}
+    settings = _PUBLIC.get(num_tokens, _PUBLIC_OF_MORE).split()
+    public = {config_of(KERNEL, f"{num_tokens}/{setting}") for setting in settings}
     limit = _WORTH_A_TRY * times[ranked[0]]
     known = [c for c in ranked if c in public and times[c] < limit][:_PUBLIC_CANDIDATES]
     found = list(dict.fromkeys((ranked[0], *known)))
-    sizes = Counter(config.block_size for config in found)
-    outputs = Counter(config.outputs_per_block for config in found)
-    alike = []
+    alike: list[SkinnyGemmConfig] = []
     for config in ranked:
         if config in found:
             continue
-        size, count = config.block_size, config.outputs_per_block
-        if sizes[size] < _OF_ONE_BLOCK_SIZE and outputs[count] < _OF_ONE_OUTPUTS:
-            sizes[size] += 1
-            outputs[count] += 1
-            found.append(config)
-        else:
-            alike.append(config)
+        sizes = sum(c.block_size == config.block_size for c in found)
+        outputs = sum(c.outputs_per_block == config.outputs_per_block for c in found)
+        is_another = sizes < _OF_ONE_BLOCK_SIZE and outputs < _OF_ONE_OUTPUTS
+        (found if is_another else alike).append(config)
     return tuple(sorted((*found, *alike)[:_NUM_CANDIDATES], key=ranked.index))
 
 
 def _possible(n: int, k: int, num_tokens: int) -> list[SkinnyGemmConfig]:
     """Return what is valid and has something to do for most threads, vectors and outputs."""
+    every = itertools.product(_BLOCK_SIZES, _OUTPUTS, _UNROLLS, VECTOR_WIDTHS)
     found = [
         config
-        for numbers in itertools.product(_BLOCK_SIZES, _OUTPUTS, _UNROLLS, VECTOR_WIDTHS)
-        for config in (SkinnyGemmConfig(num_tokens, *numbers),)
+        for config in itertools.starmap(functools.partial(SkinnyGemmConfig, num_tokens), every)
         if config.is_valid()
         and config.outputs_per_block <= n
         and config.block_size * config.vector_width <= 2 * k
         and config.block_size * config.vector_width * (config.k_unroll - 1) < k
     ]
-    return found or [SkinnyGemmConfig(num_tokens, *_SMALLEST)]
+    return found or [SkinnyGemmConfig(num_tokens, 32, 1, 1, 8)]  # it fits any product
 
 
 # --- The model -----------------------------------------------------------------------------------
@@ -124,12 +88,6 @@ def estimate_us(config: SkinnyGemmConfig, n: int, k: int, device: DeviceInfo) ->
     weight at the speed of memory; the same with as many bytes in flight as its blocks hold, each
     block for as long as its rounds take; instructions; and what comes through L1. To that come the
     start of the resident blocks, one after the other, and what a block takes at its ends.
-
-    Args:
-        config: the configuration.
-        n: rows of the weight.
-        k: its columns.
-        device: the GPU.
     """
     rows, outputs, width = config.num_rows, config.outputs_per_block, config.vector_width
     blocks = config.blocks(n)

@@ -16,10 +16,11 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from importlib import resources
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from k3cupy.call.choice import LINEAR, PUBLIC, SHIPPED, USER
@@ -47,8 +48,20 @@ Times = Mapping[str, Mapping[Any, float]]
 AS_GOOD = 1.01
 """Times that differ by less are the same: two runs differ by as much."""
 
+_UNITS = {
+    GEMM: "us a launch, cold weights",
+    MLA_DECODE: "us added to the chain",
+    MLA_PREFILL: "us a launch",
+}
+_SHIPPED = Path(__file__).parent / "tables"
 _KEPT = 8192
 """Configurations whose names are kept: tables name the same ones again and again."""
+
+_READERS: Mapping[Any, Callable[[str], Any]] = {
+    "bool": {"0": False, "1": True}.__getitem__,
+    "str": str,
+}
+"""Type of a field -> what reads it; all others are integers."""
 
 
 @dataclass(frozen=True)
@@ -107,25 +120,11 @@ class Entry:
         return found | {n: text for n in ("date", "sources") if (text := getattr(self, n))}
 
 
-def measured(
-    problem: str,
-    size: int,
-    times: Times,
-    *,
-    preferred: Any = None,
-    date: str = "",
-    sources: str = "",
-) -> Entry:
+def measured(problem: str, size: int, times: Times, *, preferred: Any = None) -> Entry:
     """Return the entry of measured times; of equal times the framework's linear is the fastest.
 
-    Args:
-        problem: as tables name it.
-        size: tokens or rows.
-        times: of every candidate.
-        preferred: a configuration of the fastest kernel that is to be chosen, because its time
-            differs from the fastest by no more than two runs do.
-        date: of the measurement.
-        sources: digest of what was measured.
+    A configuration of the fastest kernel may be ``preferred``, where its time differs from the
+    fastest by no more than two runs do.
 
     Raises:
         ValueError: the preferred configuration is clearly slower, or was not measured.
@@ -140,7 +139,7 @@ def measured(
         if not times[kernel].get(preferred, math.inf) <= AS_GOOD * fastest:
             raise ValueError(f"{key_of(preferred)!r} is not as good as the fastest")
         config = preferred
-    return Entry(problem, size, times, kernel, config, date, sources)
+    return Entry(problem, size, times, kernel, config)
 
 
 @functools.lru_cache(maxsize=_KEPT)
@@ -166,28 +165,18 @@ def config_of(kernel: str, key: str) -> Any:
     if kernel not in KERNELS:
         raise ValueError(f"there is no kernel {kernel!r}")
     kind = KERNELS[kernel].Config
+    fields, parts = dataclasses.fields(kind), key.split("/")
     try:
-        config = kind(*_values(kind, key))
+        if len(parts) > len(fields):
+            raise ValueError(f"expected at most {len(fields)} numbers, got {len(parts)}")
+        read = [_READERS.get(field.type, int) for field in fields]
+        config = kind(*(reader(part) for reader, part in zip(read, parts, strict=False)))
         valid = config.is_valid()
     except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ValueError(f"{kernel} has no configuration {key!r}") from error
     if not valid:
         raise ValueError(f"{kernel} cannot run the configuration {key!r}")
     return config
-
-
-def _values(kind: Any, key: str) -> list[Any]:
-    parts, fields = key.split("/"), dataclasses.fields(kind)
-    if len(parts) > len(fields):
-        raise ValueError(f"expected at most {len(fields)} numbers, got {len(parts)}")
-    readers: Mapping[Any, Callable[[str], Any]] = {"bool": _flag, "str": str}
-    return [readers.get(field.type, int)(part) for part, field in zip(parts, fields, strict=False)]
-
-
-def _flag(text: str) -> bool:
-    if text not in ("0", "1"):
-        raise ValueError(f"expected 0 or 1, got {text}")
-    return text == "1"
 
 
 def entry_of(problem: str, fields: Any) -> Entry:
@@ -197,15 +186,20 @@ def entry_of(problem: str, fields: Any) -> Entry:
         ValueError: it is no entry.
     """
     try:
-        size = _count(fields["size"])
-        facts = {name: str(fields.get(name, "")) for name in ("date", "sources")}
+        size = fields["size"]
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"expected an integer above 0, got {size!r:.100}")
+        date, digest = str(fields.get("date", "")), str(fields.get("sources", ""))
         if "us" in fields:
-            times = _times(fields["us"])
+            times = {kernel: _times(kernel, of) for kernel, of in fields["us"].items()}
+            if not any(times.values()):
+                raise ValueError("expected at least one time, got none")
             preferred = fields.get("preferred")
             if preferred is not None:
                 (kernel,) = times  # only where one kernel was measured are others as good
                 preferred = config_of(kernel, preferred)
-            return measured(problem, size, times, preferred=preferred, **facts)
+            entry = measured(problem, size, times, preferred=preferred)
+            return replace(entry, date=date, sources=digest)
         kernel, key = fields["kernel"], fields["config"]
     except (AttributeError, KeyError, TypeError, OverflowError) as error:
         raise ValueError(f"expected the fields of an entry, got {fields!r:.100}") from error
@@ -215,40 +209,45 @@ def entry_of(problem: str, fields: Any) -> Entry:
         config = None if key is None else config_of(kernel, key)
     except ValueError:
         config = None  # others have configurations that our kernel does not have
-    return Entry(problem, size, {}, kernel, config, **facts)
+    return Entry(problem, size, {}, kernel, config, date, digest)
 
 
-def _times(found: Any) -> Times:
-    times: dict[str, Mapping[Any, float]] = {}
-    for kernel, of_kernel in found.items():
-        if kernel == LINEAR:
-            times[kernel] = {None: _time(of_kernel)}
-        else:
-            times[kernel] = {config_of(kernel, key): _time(us) for key, us in of_kernel.items()}
-    if not any(times.values()):
-        raise ValueError("expected at least one time, got none")
+def _times(kernel: str, found: Any) -> Mapping[Any, float]:
+    times = {None: found} if kernel == LINEAR else {config_of(kernel, k): found[k] for k in found}
+    for us in times.values():
+        if isinstance(us, bool) or not (math.isfinite(us) and us > 0):
+            raise ValueError(f"expected a time above 0, got {us!r:.100}")
     return times
 
 
-def _count(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"expected an integer above 0, got {value!r:.100}")
-    return value
+class Entries(Mapping[int, Entry]):
+    """The entries of a problem by size, each parsed when it is asked for."""
 
+    def __init__(self, problem: str, rows: Iterable[Any]) -> None:
+        self._problem, self._rows = problem, {row["size"]: row for row in rows}
+        self._parsed: dict[int, Entry] = {}
 
-def _time(value: Any) -> float:
-    if isinstance(value, bool) or not (math.isfinite(value) and value > 0):
-        raise ValueError(f"expected a time above 0, got {value!r:.100}")
-    return float(value)
+    def __getitem__(self, size: int) -> Entry:
+        if size not in self._parsed:
+            self._parsed[size] = entry_of(self._problem, self._rows[size])
+        return self._parsed[size]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
 
 class Table:
-    """The entries of one family on one kind of GPU, each parsed when it is asked for.
+    """The entries of one family on one kind of GPU.
 
     Attributes:
         origin: ``"user"``, ``"shipped"`` or ``"public"``.
         header: the facts of the file: ``gpu`` (None where it is for an architecture), ``arch``,
             ``num_sms``, ``unit``, and how it was measured.
+        problems: the names of all problems.
+        entries: problem -> its entries by size.
     """
 
     def __init__(
@@ -256,43 +255,14 @@ class Table:
         origin: str,
         header: Mapping[str, Any],
         problems: Mapping[str, Any],
-        read: Callable[[str, Any], Entry | None] | None = None,
+        read: Callable[[str, Any], Mapping[int, Entry]] = Entries,
     ) -> None:
-        """Parse nothing yet.
-
-        Args:
-            origin: of the file.
-            header: its facts.
-            problems: problem -> what JSON has of its entries.
-            read: the entry of (problem, what JSON has of it); None leaves it out.
-        """
-        self.origin, self.header = origin, header
-        self._problems, self._read = problems, read or entry_of
-        self._parsed: dict[str, dict[int, Entry]] = {}
-
-    def __bool__(self) -> bool:
-        """Whether it has any entry."""
-        return bool(self._problems)
-
-    def problems(self) -> tuple[str, ...]:
-        """Return the names of all problems."""
-        return tuple(self._problems)
-
-    def entries(self, problem: str) -> Mapping[int, Entry]:
-        """Return the entries of a problem by size."""
-        found = self._parsed.get(problem)
-        if found is None:
-            found = {}
-            for row in self._problems.get(problem, ()):
-                entry = self._read(problem, row)
-                if entry is not None:
-                    found[entry.size] = entry
-            self._parsed[problem] = found
-        return found
+        """Parse nothing yet; ``read`` makes entries of a problem's name and what JSON has of it."""
+        self.origin, self.header, self.problems = origin, header, tuple(problems)
+        self.entries = functools.cache(lambda problem: read(problem, problems.get(problem, ())))
 
     def __iter__(self) -> Iterator[Entry]:
-        """Go through all entries."""
-        for problem in self._problems:
+        for problem in self.problems:
             yield from self.entries(problem).values()
 
 
@@ -305,6 +275,19 @@ def slug(name: str) -> str:
 def kernels_digest(family: str) -> str:
     """Return what tells the kernels of this package from those of another version."""
     return sources.shipped_digest(*(module.SOURCE for module in FAMILIES[family]))[:16]
+
+
+def header_of(family: str, gpu: DeviceInfo, about: str) -> dict[str, Any]:
+    """Return the facts with which a table of a GPU begins."""
+    return {
+        "schema": SCHEMA,
+        "family": family,
+        "unit": _UNITS[family],
+        "gpu": gpu.name,
+        "arch": gpu.arch,
+        "num_sms": gpu.num_sms,
+        "about": about,
+    }
 
 
 def table_text(header: Mapping[str, Any], entries: Iterable[Entry]) -> str:
@@ -343,7 +326,7 @@ def parts_of(text: str) -> tuple[dict[str, Any], dict[str, list[Any]]]:
 
 @functools.cache
 def _shipped(folder: str, family: str) -> Table | None:
-    file = resources.files("k3cupy.choose").joinpath(f"tables/{folder}/{family}.json")
+    file = _SHIPPED / folder / f"{family}.json"
     if not file.is_file():
         return None
     header, problems = parts_of(file.read_text("utf-8"))
@@ -353,17 +336,16 @@ def _shipped(folder: str, family: str) -> Table | None:
 @functools.cache
 def shipped(family: str) -> tuple[Table, ...]:
     """Return every table of a family that the package ships."""
-    folders = sorted(f.name for f in resources.files("k3cupy.choose").joinpath("tables").iterdir())
-    return tuple(t for folder in folders if (t := _shipped(folder, family)) is not None)
+    found = (_shipped(folder, family) for folder in sorted(os.listdir(_SHIPPED)))
+    return tuple(table for table in found if table)
 
 
 @functools.lru_cache(maxsize=64)
 def _tables_of(family: str, name: str, arch: str, _state: int) -> tuple[Table, ...]:
     from k3cupy.choose import cache  # which reads and writes tables
 
-    folders = (slug(name), arch)
-    found = (cache.table(family, name), *(_shipped(folder, family) for folder in folders))
-    return tuple(table for table in found if table)
+    found = (cache.table(family, name), _shipped(slug(name), family), _shipped(arch, family))
+    return tuple(table for table in found if table and table.problems)
 
 
 def tables_of(family: str, gpu: DeviceInfo) -> tuple[Table, ...]:

@@ -22,13 +22,12 @@ from k3cupy.tuning.entries import Candidate
 from k3cupy.tuning.targets import GemmTarget, Target
 
 _ROUNDS = {Effort.GLANCE: 1, Effort.FULL: 3, Effort.EXTRA: 9}
-_MAX_THREADS = 16
 _LEAST_US = 0.0001
 """What hides behind its neighbours adds no time; a table has no times of 0."""
 
 
 class CudaMeter:
-    """The meter of one GPU, for ``engine.measure_all``.
+    """Compiles, checks and times on one GPU, for ``engine.measure_all``.
 
     Attributes:
         gpu: the GPU.
@@ -37,13 +36,11 @@ class CudaMeter:
     def __init__(self, targets: Sequence[Target], device: int) -> None:
         """Take memory for the weights of all products and start the compiling threads.
 
-        Args:
-            targets: what is to come, of one family.
-            device: GPU ordinal, the current one of PyTorch.
+        All ``targets`` are of one family; ``device`` is the current one of PyTorch.
         """
         self.gpu = devices.info(device)
         self._threads = ThreadPoolExecutor(
-            min(_MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="k3cupy-tune"
+            min(16, os.cpu_count() or 1), thread_name_prefix="k3cupy-tune"
         )
         self._compiled: dict[Instance, Future[Any]] = {}
         shapes = [(t.n, t.k) for t in targets if isinstance(t, GemmTarget)]
@@ -52,7 +49,7 @@ class CudaMeter:
         self._bench: Bench | None = None
 
     def compile(self, target: Target, candidates: Sequence[Candidate]) -> None:
-        """Queue what is not queued yet."""
+        """Queue what candidates need and nobody queued yet; do not wait."""
         for candidate in candidates:
             instance = target.instance(candidate)
             if instance not in self._compiled:
@@ -63,7 +60,7 @@ class CudaMeter:
                 )
 
     def check(self, target: Target, candidate: Candidate) -> str | None:
-        """Wait for the kernel, run it and compare."""
+        """Say in words why a candidate cannot be used for a target, or None where it is right."""
         self.compile(target, [candidate])
         try:
             self._compiled[target.instance(candidate)].result()
@@ -74,7 +71,7 @@ class CudaMeter:
             return f"is refused: {error}"
 
     def time(self, target: Target, candidates: Sequence[Candidate], effort: Effort) -> list[float]:
-        """Replay the graphs of the candidates in turns; each is recorded once."""
+        """Return microseconds a launch; the graphs take turns, and each is recorded once."""
         bench = self._at(target)
         every: dict[Candidate | None, Body] = {} if bench.base is None else {None: bench.base}
         every |= {candidate: bench.body(*candidate) for candidate in candidates}

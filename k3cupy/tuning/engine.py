@@ -5,12 +5,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from k3cupy.choose.table import Entry
-from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.tuning.entries import LINEAR, Candidate, Known, entry_from
 from k3cupy.tuning.targets import Target
+
+if TYPE_CHECKING:  # it imports PyTorch
+    from k3cupy.tuning.cuda_meter import CudaMeter
 
 _CLEARLY_BEHIND = 1.15
 """A candidate that is as far behind at the first glance is not looked at again."""
@@ -25,28 +27,6 @@ class Effort(enum.Enum):
     GLANCE = "glance"
     FULL = "full"
     EXTRA = "extra"
-
-
-class Meter(Protocol):
-    """What compiles, checks and times; a GPU, or a stand-in.
-
-    Attributes:
-        gpu: that the numbers are of.
-    """
-
-    gpu: DeviceInfo
-
-    def compile(self, target: Target, candidates: Sequence[Candidate]) -> None:
-        """Begin to compile what candidates need, behind what was asked for before; do not wait."""
-
-    def check(self, target: Target, candidate: Candidate) -> str | None:
-        """Say in words why a candidate cannot be used for a target, or None where it is right."""
-
-    def time(self, target: Target, candidates: Sequence[Candidate], effort: Effort) -> list[float]:
-        """Return microseconds a launch; the candidates take turns."""
-
-    def close(self) -> None:
-        """Stop compiling and let go of the memory."""
 
 
 @dataclass(frozen=True)
@@ -70,29 +50,25 @@ class Measured:
 
 
 def measure_all(
-    wanted: Sequence[Target], known: Known, meter: Meter
+    wanted: Sequence[Target], known: Known, meter: CudaMeter
 ) -> Generator[Measured, None, None]:
     """Yield one target after the other, each as soon as it has been measured.
 
-    What the later ones need is compiled while the earlier ones are measured.
-
-    Args:
-        wanted: in order.
-        known: what was measured before; it narrows what is measured.
-        meter: see there. It is closed at the end, also after an error or an interruption.
+    What the later ones need is compiled while the earlier ones are measured. The meter is closed at
+    the end, also after an error or an interruption.
     """
     found = dict(known)
     try:
         keys = {target.key for target in wanted}
-        waiting = {target.follows: target for target in wanted if target.follows in keys}
+        following = {target.follows: target for target in wanted}
         for target in wanted:
-            if target.follows not in waiting:
+            if target.follows not in keys:
                 meter.compile(target, target.candidates(found, meter.gpu))
         for target in wanted:
             measured = measure(target, target.candidates(found, meter.gpu), meter)
             if measured.entry is not None:
                 found[target.key] = measured.entry
-            later = waiting.get(target.key)
+            later = following.get(target.key)
             if later is not None:
                 meter.compile(later, later.candidates(found, meter.gpu))
             yield measured
@@ -100,7 +76,7 @@ def measure_all(
         meter.close()
 
 
-def measure(target: Target, given: Sequence[Candidate], meter: Meter) -> Measured:
+def measure(target: Target, given: Sequence[Candidate], meter: CudaMeter) -> Measured:
     """Check and time the candidates of one target."""
     refused = {c: why for c in given if (why := meter.check(target, c)) is not None}
     sound = [*target.beside, *(candidate for candidate in given if candidate not in refused)]
@@ -112,7 +88,7 @@ def measure(target: Target, given: Sequence[Candidate], meter: Meter) -> Measure
 
 
 def _timed_in_full(
-    target: Target, glance: Mapping[Candidate, float], meter: Meter
+    target: Target, glance: Mapping[Candidate, float], meter: CudaMeter
 ) -> dict[Candidate, float]:
     """Return thorough times of all that may be the fastest, of the best of each kernel too.
 

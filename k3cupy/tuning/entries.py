@@ -54,18 +54,20 @@ def settled(entries: Iterable[Entry]) -> dict[tuple[str, int], Entry]:
     preferred, so that few instances have to be compiled. Products are as they are: a table prefers
     only where one kernel was measured.
     """
-    alone = [e for e in entries if len(e.times) == 1 and LINEAR.kernel not in e.times]
+    alone = [
+        (entry, times)
+        for entry in entries
+        for kernel, times in entry.times.items()
+        if len(entry.times) == 1 and kernel != LINEAR.kernel
+    ]
     slower: dict[Any, list[float]] = {}
-    for entry in alone:
-        (times,) = entry.times.values()
+    for _, times in alone:
         for config, us in times.items():
             slower.setdefault(config, []).append(us / min(times.values()))
-    mean = {config: statistics.fmean(ratios) for config, ratios in slower.items()}
     changed = {}
-    for entry in alone:
-        (times,) = entry.times.values()
+    for entry, times in alone:
         close = [c for c, us in times.items() if us <= AS_GOOD * min(times.values())]
-        best = min(close, key=mean.__getitem__)
+        best = min(close, key=lambda config: statistics.fmean(slower[config]))
         if best != entry.config:
             changed[entry.key] = replace(entry, config=best)
     return changed

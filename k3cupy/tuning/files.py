@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from k3cupy.choose import cache
-from k3cupy.choose.table import FAMILIES, SCHEMA, Entry, entry_of, kernels_digest, parts_of
-from k3cupy.choose.table import table_text as text_of
+from k3cupy.choose.table import (
+    FAMILIES,
+    Entry,
+    entry_of,
+    header_of,
+    kernels_digest,
+    parts_of,
+    table_text,
+)
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import reject
 from k3cupy.timing import environment
-
-_ABOUT = "Measured by `python -m k3cupy tune`."
-_FACTS = ("num_sms", "driver", "nvrtc", "packages", "commit", "date")
 
 
 def write_export(
@@ -23,23 +27,13 @@ def write_export(
 ) -> None:
     """Write measurements of this machine with GPU, driver, versions, commit and date.
 
-    Args:
-        path: of the file; its folder is made.
-        family: of kernels.
-        entries: measured with the present kernels.
-        gpu: the GPU.
-        commit: of the sources, where they are not in a git checkout.
+    ``commit`` is that of the sources, where they are not in a git checkout.
     """
     facts = environment.describe(gpu.index, commit)
     header = {
-        "schema": SCHEMA,
-        "family": family,
-        "gpu": gpu.name,
+        **header_of(family, gpu, "Measured by `python -m k3cupy tune`."),
         "sources": kernels_digest(family),
-        "unit": cache.UNITS[family],
-        "arch": gpu.arch,
-        "about": _ABOUT,
-        **{name: facts[name] for name in _FACTS},
+        **{name: facts[name] for name in ("driver", "nvrtc", "packages", "commit", "date")},
     }
     write_table(path, header, map(undated, entries))
 
@@ -47,7 +41,7 @@ def write_export(
 def write_table(path: Path, header: Mapping[str, Any], entries: Iterable[Entry]) -> None:
     """Write a table, making its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text_of(header, entries), encoding="utf-8")
+    path.write_text(table_text(header, entries), encoding="utf-8")
 
 
 def undated(entry: Entry) -> Entry:

@@ -17,7 +17,6 @@ from k3cupy.tuning.engine import Measured
 from k3cupy.tuning.targets import Target
 
 _MARKS = {FUSED_A: "F", SKINNY: "S"}
-_WIDTH = 200
 
 
 def speed_up(entry: Entry) -> float:
@@ -56,19 +55,18 @@ class TuneReport:
         """The choice for each problem and size, then what was refused, then where it is kept."""
         from rich.console import Console
 
-        text = io.StringIO()
-        console = Console(file=text, width=_WIDTH)
-        console.print(self._table())
+        console = Console(file=io.StringIO(), width=200)
+        with console.capture() as shown:
+            console.print(self._table())
         before, mean = len(self.entries) - self.num_measured, mean_speed_up(self.entries)
-        console.print(
+        lines = [
+            *map(str.rstrip, shown.get().splitlines()),
             f"{self.num_measured} measured now, {before} before with the same kernels"
-            + (f"; {mean} on average (geometric mean)" if mean else "")
-        )
-        for line in self.refused:
-            console.print(f"refused, not recorded: {line}", markup=False, soft_wrap=True)
-        kept = f"kept in {self.path}" if self.path else "kept nowhere: see the warning"
-        console.print(kept, markup=False, soft_wrap=True)
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+            + (f"; {mean} on average (geometric mean)" if mean else ""),
+            *(f"refused, not recorded: {line}" for line in self.refused),
+            f"kept in {self.path}" if self.path else "kept nowhere: see the warning",
+        ]
+        return "\n".join(lines)
 
     def _table(self) -> Any:
         from rich.table import Table
@@ -82,11 +80,9 @@ class TuneReport:
         table.add_column("problem")
         for size in sizes:
             table.add_column(unit.format(size), justify="right")
-        rows: dict[str, dict[int, Entry]] = {}
-        for entry in self.entries:
-            rows.setdefault(entry.problem, {})[entry.size] = entry
-        for name, found in rows.items():
-            table.add_row(name, *(_cell(found.get(size)) for size in sizes))
+        found = {entry.key: entry for entry in self.entries}
+        for name in dict.fromkeys(entry.problem for entry in self.entries):
+            table.add_row(name, *(_cell(found.get((name, size))) for size in sizes))
         return table
 
 
@@ -106,12 +102,8 @@ def watch(
 ) -> Iterator[Callable[[Measured], None]]:
     """Show on standard error how far tuning has come: a bar, or a line a problem in a file.
 
-    Args:
-        targets: what is to come, in order.
-        quiet: show nothing.
-
     Yields:
-        What takes note of a target that was measured.
+        What takes note of each target that was measured, in their order.
     """
     from rich import progress
     from rich.console import Console
@@ -125,16 +117,15 @@ def watch(
         console=console,
         disable=quiet or not console.is_terminal,
     )
-    names = [*map(str, targets), "done"]
-    task = bar.add_task(names[0], total=len(targets))
+    task = bar.add_task(str(targets[0]), total=len(targets))
     done: list[Measured] = []
 
     def note(measured: Measured) -> None:
         done.append(measured)
         for line in measured.refusals:
             console.print(f"refused, not recorded: {line}", markup=False, soft_wrap=True)
-        bar.update(task, advance=1, description=names[len(done)])
-        problem, rest = measured.target.problem, targets[len(done) :]
+        rest, problem = targets[len(done) :], measured.target.problem
+        bar.update(task, advance=1, description=str(rest[0]) if rest else "done")
         if bar.disable and (not rest or rest[0].problem != problem):
             found = [m.entry for m in done if m.target.problem == problem and m.entry]
             mean = mean_speed_up(found)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from k3cupy.choose import gemm
 from k3cupy.choose.fused_a_gemm import tile_m_of
-from k3cupy.choose.gemm import FUSED_A, OURS, TOKEN_CLASSES
+from k3cupy.choose.gemm import FUSED_A, OURS, SKINNY, TOKEN_CLASSES
 from k3cupy.choose.table import GEMM, KERNELS, MLA_DECODE, MLA_PREFILL
-from k3cupy.kernels import fused_a_gemm, mla_decode, mla_prefill, skinny_gemm
+from k3cupy.kernels import mla_decode, mla_prefill, skinny_gemm
 from k3cupy.ops.warmup import shapes_of
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import reject
@@ -32,8 +32,6 @@ TOKENS = {
 
 _BEST_OF_NEIGHBOUR = 4
 """Between the token classes only as many of the neighbours' best are measured."""
-
-_BEST_FOR_RESIDUAL = 2
 
 
 class _Target:
@@ -91,33 +89,29 @@ class GemmTarget(_Target):
         """
         if self.residual:
             plain = replace(self, residual=False)
-            best = (_best(known, plain, kernel, _BEST_FOR_RESIDUAL) for kernel in OURS)
-            return tuple(candidate for found in best for candidate in found)
-        every = [
-            Candidate(kernel, config)
-            for kernel in OURS
-            for config in gemm.candidates(kernel, self.n, self.k, self.tokens, gpu)
-        ]
-        neighbours = self._best_of_neighbours(known)
-        if neighbours:
-            every = [*neighbours, *(c for c in every if c.kernel != FUSED_A)]
-        return tuple(every)
+            return tuple(c for kernel in OURS for c in _best(known, plain, kernel, 2))
+        fused = self._best_of_neighbours(known) or self._every(FUSED_A, gpu)
+        return (*fused, *self._every(SKINNY, gpu))
 
-    def _best_of_neighbours(self, known: Known) -> Iterable[Candidate]:
+    def _every(self, kernel: str, gpu: DeviceInfo) -> list[Candidate]:
+        found = gemm.candidates(kernel, self.n, self.k, self.tokens, gpu)
+        return [Candidate(kernel, config) for config in found]
+
+    def _best_of_neighbours(self, known: Known) -> list[Candidate]:
         """Return the best of fused-A in the classes around a number of tokens that is no class."""
         above = gemm.class_of(self.tokens)
         if self.tokens == above:
-            return ()
+            return []
         best = _best(known, replace(self, tokens=above), FUSED_A, _BEST_OF_NEIGHBOUR)
         below = max(count for count in TOKEN_CLASSES if count < self.tokens)
         if best and tile_m_of(below) == tile_m_of(self.tokens):
             best += _best(known, replace(self, tokens=below), FUSED_A, _BEST_OF_NEIGHBOUR)
-        return dict.fromkeys(best)
+        return list(dict.fromkeys(best))
 
     def instance(self, candidate: Candidate) -> Instance:
         """Return what has to be compiled to run a candidate as a linear layer does, x packed."""
-        kernels: Any = fused_a_gemm if candidate.kernel == FUSED_A else skinny_gemm
-        variant = kernels.Variant(has_residual=self.residual, weight_is_static=True)
+        make = KERNELS[candidate.kernel].Variant
+        variant = make(has_residual=self.residual, weight_is_static=True)
         found: Instance = candidate.config.instance(variant)
         return found
 
@@ -152,9 +146,7 @@ class MlaTarget(_Target):
 
     def instance(self, candidate: Candidate) -> Instance:
         """Return what bfloat16 inputs run."""
-        make: Any = (
-            mla_prefill.Variant if self.family == MLA_PREFILL else mla_decode.Variant.of_kind
-        )
+        make: Any = mla_decode.Variant.of_kind if self.family == MLA_DECODE else mla_prefill.Variant
         found: Instance = candidate.config.instance(make(self.problem, "bfloat16"))
         return found
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from k3cupy import projections
 from k3cupy.choose import cache
@@ -15,16 +15,15 @@ from k3cupy.runtime import devices, sources
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import ToolchainError, reject
 from k3cupy.tuning import files
-from k3cupy.tuning.engine import Meter, measure_all
+from k3cupy.tuning.engine import measure_all
 from k3cupy.tuning.entries import Known, settled
 from k3cupy.tuning.report import TuneReport, watch
 from k3cupy.tuning.targets import Target, gemm_targets, mla_targets
 
-FAMILY_OF = {
-    "low_latency_linear": GEMM,
-    "mla_decode": MLA_DECODE,
-    "mla_prefill": MLA_PREFILL,
-}
+if TYPE_CHECKING:  # it imports PyTorch
+    from k3cupy.tuning.cuda_meter import CudaMeter
+
+FAMILY_OF = {"low_latency_linear": GEMM, MLA_DECODE: MLA_DECODE, MLA_PREFILL: MLA_PREFILL}
 """Operation -> its family of kernels."""
 
 _OF_EPILOGUES = ("kinds", "num_heads")
@@ -85,18 +84,11 @@ def tune(
         >>> print(k3cupy.tune(preset="kimi-k3-tp8"))                      # doctest: +SKIP
         >>> print(k3cupy.tune(op="mla_decode", kinds=["fp8+fp8"]))        # doctest: +SKIP
     """
-    targets = targets_of(
-        op,
-        shapes=shapes,
-        preset=preset,
-        module=module,
-        kinds=kinds,
-        num_heads=num_heads,
-        tokens=tokens,
-        residual=residual,
-    )
+    named = dict(shapes=shapes, preset=preset, module=module, kinds=kinds, num_heads=num_heads)
+    targets = targets_of(op, tokens=tokens, residual=residual, **named)
     job = prepare(targets, again=again, device=device)
-    with _on(job.gpu):
+    torch = _torch()
+    with torch.cuda.device(job.gpu.index), torch.no_grad():
         report = run(job, progress=progress)
     if export is not None:
         files.write_export(Path(export), report.family, report.entries, job.gpu)
@@ -107,12 +99,6 @@ def targets_of(
     op: str, *, tokens: Sequence[int] | None = None, residual: bool = True, **named: Any
 ) -> tuple[Target, ...]:
     """Return what the arguments of ``tune`` name, in the order in which it is measured.
-
-    Args:
-        op: as for ``tune``.
-        tokens: the same.
-        residual: the same.
-        **named: its other arguments that say what to measure; None is not given.
 
     Raises:
         TypeError, ValueError: one does not fit, or is of another operation.
@@ -191,18 +177,11 @@ def prepare(targets: Sequence[Target], *, again: bool = False, device: int | Non
     return Job(gpu, tuple(targets), known, tuple(t for t in targets if t.key not in known))
 
 
-def run(job: Job, meter: Meter | None = None, *, progress: bool = True) -> TuneReport:
-    """Measure a job, and keep every problem and size as soon as it is done.
-
-    Args:
-        job: from ``prepare``.
-        meter: what measures; None for the job's GPU.
-        progress: as for ``tune``.
-    """
+def run(job: Job, meter: CudaMeter | None = None, *, progress: bool = True) -> TuneReport:
+    """Measure a job, by a meter or that of its GPU, and keep every entry as soon as it is done."""
     path: Path | None = cache.path_of(job.family, job.gpu.name)
-    found = dict(job.known)
+    found, unsaved = dict(job.known), dict[tuple[str, int], Entry]()
     refused: list[str] = []
-    unsaved: dict[tuple[str, int], Entry] = {}
     last_of = {target.problem: target for target in job.todo}
 
     def save() -> None:
@@ -213,7 +192,11 @@ def run(job: Job, meter: Meter | None = None, *, progress: bool = True) -> TuneR
 
     try:
         if job.todo:
-            measuring = measure_all(job.todo, job.known, meter or _cuda_meter(job))
+            if meter is None:
+                from k3cupy.tuning.cuda_meter import CudaMeter
+
+                meter = CudaMeter(job.todo, job.gpu.index)
+            measuring = measure_all(job.todo, job.known, meter)
             with contextlib.closing(measuring), watch(job.todo, quiet=not progress) as note:
                 for measured in measuring:
                     target = measured.target
@@ -234,18 +217,11 @@ def run(job: Job, meter: Meter | None = None, *, progress: bool = True) -> TuneR
     return TuneReport(job.gpu.name, job.family, entries, count, tuple(refused), path)
 
 
-def _cuda_meter(job: Job) -> Meter:
-    from k3cupy.tuning.cuda_meter import CudaMeter  # which imports PyTorch
-
-    return CudaMeter(job.todo, job.gpu.index)
-
-
-@contextlib.contextmanager
-def _on(gpu: DeviceInfo) -> Iterator[None]:
-    """Make a GPU PyTorch's current one.
+def _torch() -> Any:
+    """Return PyTorch.
 
     Raises:
-        ToolchainError: PyTorch is missing, or sees no GPU.
+        ToolchainError: it is missing, or sees no GPU.
     """
     try:
         import torch
@@ -253,5 +229,4 @@ def _on(gpu: DeviceInfo) -> Iterator[None]:
         raise ToolchainError("tuning needs PyTorch: pip install torch") from error
     if not torch.cuda.is_available():
         raise ToolchainError("tuning needs a CUDA GPU; PyTorch sees none")
-    with torch.cuda.device(gpu.index), torch.no_grad():
-        yield
+    return torch
