@@ -175,10 +175,6 @@ def _check_cache(op: str, cache: TensorView, dtype: str) -> None:
         fitting = QKV_QUANT
     accepted = {KEY_CONCAT: (dtype,), KEY_CONCAT_DS_MLA: ("uint8",), QKV_QUANT: mla.FP8}[op]
     if fitting != op or cache.dtype not in accepted:
-        reject(
-            "kv_cache",
-            f"{' or '.join(accepted)} rows of {_CACHE_WIDTHS[op]}",
-            f"{cache.dtype} rows of {width}",
-            "" if fitting == op else f"Call {fitting} for such a cache",
-            TypeError,
-        )
+        expected = f"{' or '.join(accepted)} rows of {_CACHE_WIDTHS[op]}"
+        hint = "" if fitting == op else f"Call {fitting} for such a cache"
+        reject("kv_cache", expected, f"{cache.dtype} rows of {width}", hint, TypeError)
