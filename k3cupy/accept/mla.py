@@ -178,19 +178,16 @@ def verify(problem: MlaProblem, views: Views, handle: int | None) -> None:
 
 
 def _verify(problem: MlaProblem, views: Views, array_of: Any) -> None:
-    count = problem.num_tokens
-    if "slot_mapping" in views:
-        slots = array_of(views["slot_mapping"])[:count]
-        high = slots >= problem.num_slots
-        if high.any():
-            token = int(high.argmax())
-            below = f"slots below {problem.num_slots}"
-            reject("slot_mapping", below, f"{int(slots[token])} for token {token}")
-    if "positions" in views:
-        positions = array_of(views["positions"])[:count]
-        most = views["cos_sin_cache"].shape[0]
-        outside = (positions < 0) | (positions >= most)
-        if outside.any():
-            token = int(outside.argmax())
-            within = f"positions from 0 to {most - 1}"
-            reject("positions", within, f"{int(positions[token])} for token {token}")
+    for name in _INDICES:
+        if name not in views:
+            continue
+        entries = array_of(views[name])[: problem.num_tokens]
+        if name == "slot_mapping":
+            wrong, expected = entries >= problem.num_slots, f"slots below {problem.num_slots}"
+        else:
+            most = views["cos_sin_cache"].shape[0]
+            wrong = (entries < 0) | (entries >= most)
+            expected = f"positions from 0 to {most - 1}"
+        if wrong.any():
+            token = int(wrong.argmax())
+            reject(name, expected, f"{int(entries[token])} for token {token}")
