@@ -101,6 +101,11 @@ class GemmProblem(Problem):
     weight_is_static: bool
 
     @property
+    def size(self) -> tuple[int, int, int]:
+        """What tables and rules ask for: N, K, and the number of tokens."""
+        return self.n, self.k, self.num_tokens
+
+    @property
     def x(self) -> TensorView:
         """The input."""
         return self.views[self.signature.x]
