@@ -13,6 +13,7 @@ from k3cupy.runtime.errors import reject
 from k3cupy.runtime.tensors import ALIGNMENT, TensorView
 
 Config = TypeVar("Config")
+_COPY = "Make a contiguous copy first"
 
 
 def check_dtype(name: str, v: TensorView, accepted: tuple[str, ...], hint: str = "") -> None:
@@ -40,22 +41,13 @@ def check_strides(name: str, v: TensorView, *, inner: bool = True) -> None:
         return
     for axis, (extent, stride) in enumerate(zip(v.shape, v.strides, strict=True)):
         if extent > 1 and stride < 0:
-            reject(
-                name,
-                "strides that are not negative",
-                f"stride {stride} at axis {axis}",
-                "Make a contiguous copy first",
-            )
+            found = f"stride {stride} at axis {axis}"
+            reject(name, "strides that are not negative", found, _COPY)
     if inner and v.shape and v.shape[-1] > 1 and v.strides[-1] != 1:
-        reject(
-            name, "inner stride 1", f"inner stride {v.strides[-1]}", "Make a contiguous copy first"
-        )
+        reject(name, "inner stride 1", f"inner stride {v.strides[-1]}", _COPY)
     if v.itemsize and v.address % v.itemsize:
-        reject(
-            name,
-            f"an address that is a multiple of its {v.itemsize}-byte element",
-            f"address 0x{v.address:x}",
-        )
+        expected = f"an address that is a multiple of its {v.itemsize}-byte element"
+        reject(name, expected, f"address 0x{v.address:x}")
 
 
 def check_writable(name: str, v: TensorView) -> None:
@@ -70,31 +62,23 @@ def check_devices(views: Mapping[str, TensorView]) -> None:
     for name, v in views.items():
         if not v.is_cuda and v.device_type not in ("cpu", "cuda_host"):
             reject(name, "a tensor on the CPU or a CUDA device", f"device {v.device_type}")
-    places = Counter(v.device if v.is_cuda else "cpu" for v in views.values())
-    common = places.most_common(1)[0][0]
-    for name, v in views.items():
-        if (v.device if v.is_cuda else "cpu") != common:
-            reject(
-                name,
-                f"device {common} like the other tensors",
-                f"device {v.device}",
-                "Move it there first",
-            )
+    places = {name: v.device if v.is_cuda else "cpu" for name, v in views.items()}
+    common = Counter(places.values()).most_common(1)[0][0]
+    for name, place in places.items():
+        if place != common:
+            expected, found = f"device {common} like the other tensors", views[name].device
+            reject(name, expected, f"device {found}", "Move it there first")
 
 
 def check_rows_apart(name: str, v: TensorView) -> None:
     """Refuse a tensor to be written whose rows (the last axis) overlap one another."""
-    width = v.shape[-1]
-    reach = width
-    outer = sorted(
-        (stride, extent)
-        for stride, extent in zip(v.strides[:-1], v.shape[:-1], strict=True)
-        if extent > 1
-    )
-    for stride, extent in outer:
-        if stride < reach:
-            reject(name, f"rows of {width} elements that do not overlap", f"strides {v.strides}")
-        reach = (extent - 1) * stride + reach
+    width = reach = v.shape[-1]
+    for stride, extent in sorted(zip(v.strides[:-1], v.shape[:-1], strict=True)):
+        if extent > 1:
+            if stride < reach:
+                expected = f"rows of {width} elements that do not overlap"
+                reject(name, expected, f"strides {v.strides}")
+            reach += (extent - 1) * stride
 
 
 def is_packed(v: TensorView) -> bool:
@@ -110,28 +94,20 @@ def is_packed(v: TensorView) -> bool:
 def check_packed(name: str, v: TensorView) -> None:
     """Accept only a contiguous tensor."""
     if not is_packed(v):
-        reject(
-            name, f"a contiguous tensor, strides {packed_strides(v.shape)}", f"strides {v.strides}"
-        )
+        expected = f"a contiguous tensor, strides {packed_strides(v.shape)}"
+        reject(name, expected, f"strides {v.strides}")
 
 
 def check_grad(views: Mapping[str, TensorView]) -> None:
-    """Refuse tensors that autograd follows, while it does: the operations have no backward.
-
-    Raises:
-        ValueError: a tensor requires grad and grad mode is on.
-    """
+    """Refuse tensors that autograd follows, while it does: the operations have no backward."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.is_grad_enabled():
         return
     for name, v in views.items():
         if v.requires_grad:
-            reject(
-                name,
-                "a tensor without gradient",
-                "one that requires grad while grad mode is on",
-                "Call inside torch.no_grad() or torch.inference_mode()",
-            )
+            found = "one that requires grad while grad mode is on"
+            hint = "Call inside torch.no_grad() or torch.inference_mode()"
+            reject(name, "a tensor without gradient", found, hint)
 
 
 def without_owners(views: Mapping[str, TensorView]) -> dict[str, TensorView]:
@@ -140,15 +116,7 @@ def without_owners(views: Mapping[str, TensorView]) -> dict[str, TensorView]:
 
 
 def check_flags(given: Mapping[str, Any], *names: str) -> None:
-    """Accept only bools, and None for ``pdl``: a truthy value of another type is a mistake.
-
-    Args:
-        given: arguments by name.
-        names: those that are flags.
-
-    Raises:
-        TypeError: a flag is something else.
-    """
+    """Accept only bools, and None for ``pdl``: a truthy value of another type is a mistake."""
     for name in names:
         value, may_be_none = given[name], name == "pdl"
         if not (isinstance(value, bool) or (may_be_none and value is None)):
@@ -179,20 +147,15 @@ def misalignment(name: str, v: TensorView, *, strides_are_64_bit: bool = False) 
     for extent, stride in zip(v.shape[:-1], v.strides[:-1], strict=True):
         step = stride * v.itemsize
         if extent > 1 and step % ALIGNMENT:
-            return (
-                f"{name} is not aligned: a stride of {stride} elements is no multiple of 16 bytes"
-            )
+            what = f"a stride of {stride} elements is no multiple of 16 bytes"
+            return f"{name} is not aligned: {what}"
         if extent > 1 and step >= 1 << 32 and not strides_are_64_bit:
             return f"{name} has rows {step} bytes apart, past the 4 GiB of the 128-bit kernel"
     return None
 
 
 def check_config(config: Any, kind: type[Config]) -> Config | None:
-    """Accept None, or a valid configuration of a kernel.
-
-    Raises:
-        TypeError, ValueError: anything else.
-    """
+    """Accept None, or a valid configuration of a kernel."""
     if config is None:
         return None
     if not isinstance(config, kind):

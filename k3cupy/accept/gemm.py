@@ -17,6 +17,7 @@ from k3cupy.runtime.tensors import ALIGNMENT, TensorView
 
 RESIDUAL = "residual"
 _MAX_EXTENT = 1 << 31
+_ALIGNED = f"an address that is a multiple of {ALIGNMENT} bytes"
 
 
 class Signature:
@@ -31,8 +32,7 @@ class Signature:
     """
 
     def __init__(self, x: str, weight: str, out: str, *, is_transposed: bool) -> None:
-        self.x, self.weight, self.out = x, weight, out
-        self.is_transposed = is_transposed
+        self.x, self.weight, self.out, self.is_transposed = x, weight, out, is_transposed
         self.arguments = Arguments(
             (x, weight, RESIDUAL, out), (x, weight, out) if is_transposed else (x, weight)
         )
@@ -101,6 +101,11 @@ class GemmProblem(Problem):
     weight_is_static: bool
 
     @property
+    def size(self) -> tuple[int, int, int]:
+        """What tables and rules ask for: N, K, and the number of tokens."""
+        return self.n, self.k, self.num_tokens
+
+    @property
     def x(self) -> TensorView:
         """The input."""
         return self.views[self.signature.x]
@@ -146,7 +151,6 @@ def accept(
     if RESIDUAL in views:
         checks.check_strides(RESIDUAL, views[RESIDUAL])
     checks.check_devices(views)
-    slow_reason = checks.misalignment(signature.x, x, strides_are_64_bit=True)
     if limits.on_gpu:
         _check_for_gpu(signature, views, num_tokens)
     checks.check_grad(views)
@@ -156,7 +160,7 @@ def accept(
         outputs=(Output(signature.out, "out", (num_tokens, n), x.dtype),),
         updated=(),
         in_place=(RESIDUAL,),
-        slow_reason=slow_reason,
+        slow_reason=checks.misalignment(signature.x, x, strides_are_64_bit=True),
         signature=signature,
         n=n,
         k=k,
@@ -180,12 +184,8 @@ def _check_shapes(
         reject(signature.x, f"at most {most} rows", str(num_tokens), limits.rows_hint)
     multiple = limits.k_multiple
     if k % multiple or not 0 < k < _MAX_EXTENT:
-        reject(
-            signature.x,
-            f"K a multiple of {multiple}, at least {multiple}",
-            f"K = {k}",
-            "Pad x and the weight with zeros",
-        )
+        expected = f"K a multiple of {multiple}, at least {multiple}"
+        reject(signature.x, expected, f"K = {k}", "Pad x and the weight with zeros")
     if not 0 < n < _MAX_EXTENT:
         reject(signature.weight, f"N from 1 to {_MAX_EXTENT - 1}", f"N = {n}")
     for name in (signature.out, RESIDUAL):
@@ -195,25 +195,18 @@ def _check_shapes(
 
 
 def _check_weight_layout(signature: Signature, weight: TensorView) -> None:
-    rows = weight
-    if signature.is_transposed:
-        rows = replace(weight, shape=weight.shape[::-1], strides=weight.strides[::-1])
+    step = -1 if signature.is_transposed else 1
+    rows = replace(weight, shape=weight.shape[::step], strides=weight.strides[::step])
     if not checks.is_packed(rows):
-        k = rows.shape[1]
+        seen = " [N, K] seen transposed" if signature.is_transposed else ""
+        expected = f"a packed weight{seen}, strides {(rows.shape[1], 1)[::step]}"
+        hint = "Make a contiguous copy, once"
         if signature.is_transposed:
-            expected = f"a packed weight [N, K] seen transposed, strides {(1, k)}"
             hint = "Pass the transpose of a contiguous copy"
-        else:
-            expected = f"a packed weight, strides {(k, 1)}"
-            hint = "Make a contiguous copy, once"
         reject(signature.weight, expected, f"strides {weight.strides}", hint)
     if weight.address % ALIGNMENT:
-        reject(
-            signature.weight,
-            f"an address that is a multiple of {ALIGNMENT} bytes",
-            f"address 0x{weight.address:x}",
-            "Make a copy of it, once",
-        )
+        found = f"address 0x{weight.address:x}"
+        reject(signature.weight, _ALIGNED, found, "Make a copy of it, once")
 
 
 def _check_for_gpu(signature: Signature, views: dict[str, TensorView], num_tokens: int) -> None:
@@ -230,8 +223,7 @@ def _check_for_gpu(signature: Signature, views: dict[str, TensorView], num_token
         multiple = ALIGNMENT // x.itemsize
         reject(signature.x, f"a row stride that is a multiple of {multiple}", str(x.strides[0]))
     if x.address % ALIGNMENT:
-        expected = f"an address that is a multiple of {ALIGNMENT} bytes"
-        reject(signature.x, expected, f"one {x.address % ALIGNMENT} bytes past it")
+        reject(signature.x, _ALIGNED, f"one {x.address % ALIGNMENT} bytes past it")
 
 
 def check_fused_a_config(
@@ -254,32 +246,20 @@ def check_fused_a_config(
         reject("config", f"tile_m of at least the {num_tokens} rows", str(config.tile_m))
     if gpu is None:
         return config
-    if config.shared_bytes > gpu.shared_memory_optin:
-        reject(
-            "config",
-            f"at most {gpu.shared_memory_optin} bytes of shared memory a block, which "
-            f"{gpu.name} has",
-            f"{config.shared_bytes} bytes",
-            "Take fewer stages or a smaller tile",
-        )
+    most, arch = gpu.shared_memory_optin, gpu.arch
+    if config.shared_bytes > most:
+        expected = f"at most {most} bytes of shared memory a block, which {gpu.name} has"
+        hint = "Take fewer stages or a smaller tile"
+        reject("config", expected, f"{config.shared_bytes} bytes", hint)
     if config.needs_warpgroups and not gpu.has_warpgroups:
-        reject(
-            "config",
-            f"product 'warp' on {gpu.arch}, for products of a warpgroup exist on sm_90 alone",
-            repr(config.product),
-        )
+        expected = f"product 'warp' on {arch}, for products of a warpgroup exist on sm_90 alone"
+        reject("config", expected, repr(config.product))
     if config.split_k > 1 and not gpu.has_clusters:
-        reject(
-            "config",
-            f"split_k of 1 on {gpu.arch}, for clusters exist from sm_90 on",
-            str(config.split_k),
-        )
+        expected = f"split_k of 1 on {arch}, for clusters exist from sm_90 on"
+        reject("config", expected, str(config.split_k))
     if config.mapped_x and not gpu.has_tensor_maps:
-        reject(
-            "config",
-            f"mapped_x of False on {gpu.arch}, for tensor maps are used from sm_90 to sm_103",
-            str(config.mapped_x),
-        )
+        expected = f"mapped_x of False on {arch}, for tensor maps are used from sm_90 to sm_103"
+        reject("config", expected, str(config.mapped_x))
     return config
 
 
@@ -295,10 +275,7 @@ def check_skinny_config(given: Any, num_tokens: int | None = None) -> SkinnyGemm
     """
     config = checks.check_config(given, SkinnyGemmConfig)
     if config is not None and num_tokens and num_tokens != config.num_rows:
-        reject(
-            "config",
-            f"num_rows of exactly the {num_tokens} rows of x",
-            str(config.num_rows),
-            "Make one for each number of rows, for example with dataclasses.replace",
-        )
+        expected = f"num_rows of exactly the {num_tokens} rows of x"
+        hint = "Make one for each number of rows, for example with dataclasses.replace"
+        reject("config", expected, str(config.num_rows), hint)
     return config

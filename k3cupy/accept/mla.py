@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from k3cupy.accept import checks
-from k3cupy.call.arguments import Problem
+from k3cupy.call.arguments import Output, Problem
 from k3cupy.constants import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from k3cupy.runtime import streams, tensors
 from k3cupy.runtime.errors import CaptureError, reject
@@ -38,94 +38,111 @@ class MlaProblem(Problem):
     num_slots: int
 
 
-def check_heads(name: str, v: TensorView) -> None:
-    """Refuse a query or key without heads."""
-    if v.shape[1] == 0:
-        reject(name, "at least one head", f"shape {list(v.shape)}")
-
-
 def check_rope_types(views: Views) -> None:
     """Accept positions and table together or not at all, of the right types."""
-    if ("positions" in views) != ("cos_sin_cache" in views):
-        missing, other = ("positions", "cos_sin_cache")
-        if missing in views:
-            missing, other = other, missing
-        reject(
-            missing,
-            f"a tensor, because {other} is given",
-            "None",
-            "RoPE needs both, no RoPE needs neither",
-        )
+    for missing, other in (ROPE, ROPE[::-1]):
+        if missing not in views and other in views:
+            hint = "RoPE needs both, no RoPE needs neither"
+            reject(missing, f"a tensor, because {other} is given", "None", hint)
     if "positions" in views:
         checks.check_dtype("positions", views["positions"], INDEX_TYPES)
         checks.check_dtype("cos_sin_cache", views["cos_sin_cache"], ("float32",))
 
 
-def check_k_pe_shape(k_pe: TensorView, num_tokens: int, note: str) -> None:
-    """Accept [T, 64] and [T, 1, 64]."""
-    shape: tuple[int, ...] = (num_tokens, QK_ROPE_HEAD_DIM)
-    if len(k_pe.shape) == 3:
-        shape = (num_tokens, 1, QK_ROPE_HEAD_DIM)
-    checks.check_shape("k_pe", k_pe, shape, note)
+def check_shapes(
+    views: Views, widths: Mapping[str, int], cache_width: int, outs: Mapping[str, int]
+) -> tuple[int, int]:
+    """Check all shapes, and return num_tokens and num_heads.
 
-
-def check_latent_shapes(views: Views, num_tokens: int, cache_width: int, note: str) -> None:
-    """Accept what a cache row is made of, and the cache."""
-    checks.check_shape("kv_c_normed", views["kv_c_normed"], (num_tokens, KV_LORA_RANK), note)
-    check_k_pe_shape(views["k_pe"], num_tokens, note)
-    checks.check_shape("kv_cache", views["kv_cache"], ("num_blocks", "block_size", cache_width))
+    Args:
+        views: the tensors.
+        widths: of the inputs [num_tokens, num_heads, width]; the others must be like the first.
+        cache_width: of a cache row.
+        outs: the same of the outputs.
+    """
+    first = next(iter(widths))
+    checks.check_shape(first, views[first], ("num_tokens", "num_heads", widths[first]))
+    num_tokens, num_heads, _ = views[first].shape
+    if num_heads == 0:
+        reject(first, "at least one head", f"shape {list(views[first].shape)}")
+    like = f" like {first}"
+    one = (1,) * (len(views["k_pe"].shape) == 3)  # k_pe is [T, 64] or [T, 1, 64]
+    wanted: dict[str, tuple[int | str, ...]] = {
+        **{name: (num_tokens, num_heads, width) for name, width in widths.items()},
+        "kv_c_normed": (num_tokens, KV_LORA_RANK),
+        "k_pe": (num_tokens, *one, QK_ROPE_HEAD_DIM),
+    }
+    for name, shape in wanted.items():
+        if name in views:
+            checks.check_shape(name, views[name], shape, like)
+    if "kv_cache" in views:
+        checks.check_shape("kv_cache", views["kv_cache"], ("num_blocks", "block_size", cache_width))
     for name in _INDICES:
         if name in views:
             checks.check_shape(name, views[name], (f">= {num_tokens}",))
-            if views[name].shape[0] < num_tokens:
-                reject(
-                    name, f"at least {num_tokens} entries, one a token", f"{views[name].shape[0]}"
-                )
+            count = views[name].shape[0]
+            if count < num_tokens:
+                reject(name, f"at least {num_tokens} entries, one a token", f"{count}")
     if "cos_sin_cache" in views:
-        checks.check_shape(
-            "cos_sin_cache", views["cos_sin_cache"], ("max_position", QK_ROPE_HEAD_DIM)
-        )
-        if views["cos_sin_cache"].shape[0] == 0 and num_tokens:
+        table = views["cos_sin_cache"]
+        checks.check_shape("cos_sin_cache", table, ("max_position", QK_ROPE_HEAD_DIM))
+        if table.shape[0] == 0 and num_tokens:
             reject("cos_sin_cache", "at least 1 position", "0")
+    for name, width in outs.items():
+        if name in views:
+            checks.check_shape(name, views[name], (num_tokens, num_heads, width))
+    return num_tokens, num_heads
 
 
-def check_layouts(views: Views) -> None:
-    """Check strides and devices of all tensors."""
+def problem_of(
+    views: dict[str, TensorView],
+    variant: Any,
+    outputs: tuple[Output, ...],
+    updated: tuple[str, ...],
+    untouched: Collection[str] = (),
+) -> MlaProblem:
+    """Check where and how tensors of the right types and shapes lie, and return the call.
+
+    Args:
+        views: the tensors.
+        variant: what they ask for, but for ``vector``.
+        outputs: each [num_tokens, num_heads, width].
+        updated: names of inputs that are written.
+        untouched: names of inputs that are neither read nor written.
+    """
     for name, v in views.items():
         checks.check_strides(name, v, inner=name not in _INDICES)
     checks.check_devices(views)
-
-
-def check_written(views: Views, updated: Iterable[str], outs: Iterable[str]) -> None:
-    """Check tensors that are written: those updated in place, and those to be packed outputs."""
-    for name in (*updated, *outs):
-        if name in views:
-            checks.check_writable(name, views[name])
+    given = [output.argument for output in outputs if output.argument in views]
+    for name in (*updated, *given):
+        checks.check_writable(name, views[name])
     for name in updated:
         if views[name].size:
             checks.check_rows_apart(name, views[name])
-    for name in outs:
-        if name in views:
-            checks.check_packed(name, views[name])
-
-
-def num_slots(views: Views) -> int:
-    """Return the tokens that the cache holds, which fit 31 bits."""
-    count = views["kv_cache"].shape[0] * views["kv_cache"].shape[1]
-    if count >= 1 << 31:
-        reject("kv_cache", "fewer than 2^31 slots", f"{count}")
-    return count
-
-
-def slow_reason(views: Views) -> str | None:
-    """Return in words why rows cannot be moved by 128-bit accesses, or None."""
-    for name, v in views.items():
-        if name in _INDICES or name.endswith("scale_inv"):
-            continue
-        reason = checks.misalignment(name, v)
-        if reason is not None:
-            return reason
-    return None
+    for name in given:
+        checks.check_packed(name, views[name])
+    blocks, block_size, *_ = views["kv_cache"].shape if "kv_cache" in views else (0, 0)
+    if blocks * block_size >= 1 << 31:
+        reject("kv_cache", "fewer than 2^31 slots", f"{blocks * block_size}")
+    checks.check_grad(views)
+    num_tokens, num_heads, _ = outputs[0].shape
+    reasons = [
+        checks.misalignment(name, v)
+        for name, v in views.items()
+        if name not in (*_INDICES, *untouched) and not name.endswith("scale_inv")
+    ]
+    slow_reason = next(filter(None, reasons), None)
+    return MlaProblem(
+        views=checks.without_owners(views),
+        num_tokens=num_tokens,
+        outputs=outputs,
+        updated=updated,
+        in_place=(),
+        slow_reason=slow_reason,
+        variant=replace(variant, vector=slow_reason is None),
+        num_heads=num_heads,
+        num_slots=blocks * block_size,
+    )
 
 
 def reference_arrays(problem: MlaProblem, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,19 +178,16 @@ def verify(problem: MlaProblem, views: Views, handle: int | None) -> None:
 
 
 def _verify(problem: MlaProblem, views: Views, array_of: Any) -> None:
-    count = problem.num_tokens
-    if "slot_mapping" in views:
-        slots = array_of(views["slot_mapping"])[:count]
-        high = slots >= problem.num_slots
-        if high.any():
-            token = int(high.argmax())
-            below = f"slots below {problem.num_slots}"
-            reject("slot_mapping", below, f"{int(slots[token])} for token {token}")
-    if "positions" in views:
-        positions = array_of(views["positions"])[:count]
-        most = views["cos_sin_cache"].shape[0]
-        outside = (positions < 0) | (positions >= most)
-        if outside.any():
-            token = int(outside.argmax())
-            within = f"positions from 0 to {most - 1}"
-            reject("positions", within, f"{int(positions[token])} for token {token}")
+    for name in _INDICES:
+        if name not in views:
+            continue
+        entries = array_of(views[name])[: problem.num_tokens]
+        if name == "slot_mapping":
+            wrong, expected = entries >= problem.num_slots, f"slots below {problem.num_slots}"
+        else:
+            most = views["cos_sin_cache"].shape[0]
+            wrong = (entries < 0) | (entries >= most)
+            expected = f"positions from 0 to {most - 1}"
+        if wrong.any():
+            token = int(wrong.argmax())
+            reject(name, expected, f"{int(entries[token])} for token {token}")

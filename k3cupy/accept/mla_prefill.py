@@ -119,51 +119,25 @@ def accept(signature: Signature, values: Values) -> mla.MlaProblem:
     views = signature.arguments.views(values)
     dtype = views[first].dtype
     _check_types(signature, values, views, dtype)
-    num_tokens, num_heads = _check_shapes(signature, views)
-    mla.check_layouts(views)
-    rope = "positions" in views
-    updated = (
-        ()
-        if op not in INSERTS
-        else ("kv_cache", "q")
-        if rope and not signature.is_fp8
-        else ("kv_cache",)
-    )
-    mla.check_written(views, updated=updated, outs=signature.out_names)
-    read_or_written = dict(views)
-    if not signature.is_fp8 and not rope:
-        read_or_written.pop("q", None)
-    reason = mla.slow_reason(read_or_written)
-    num_slots = mla.num_slots(views) if "kv_cache" in views else 0
-    if num_tokens * num_heads >= _MAX_ROWS:
-        reject(
-            first,
-            f"num_tokens * num_heads below {_MAX_ROWS}",
-            f"{num_tokens * num_heads}",
-            "Split the tokens",
-        )
-    checks.check_grad(views)
-    out_dtype = "float8_e4m3fn" if signature.is_fp8 else dtype
-    outputs = zip(signature.out_names, signature.outputs.items(), strict=True)
-    return mla.MlaProblem(
-        views=checks.without_owners(views),
-        num_tokens=num_tokens,
-        outputs=tuple(
+    widths = {name: _HEAD_WIDTHS[name] for name in (first, "k_nope", "v") if name in views}
+    outs = dict(zip(signature.out_names, signature.outputs.values(), strict=True))
+    num_tokens, num_heads = mla.check_shapes(views, widths, _CACHE_WIDTHS.get(op, 0), outs)
+    num_rows = num_tokens * num_heads
+    if num_rows >= _MAX_ROWS:
+        expected = f"num_tokens * num_heads below {_MAX_ROWS}"
+        reject(first, expected, f"{num_rows}", "Split the tokens")
+    rope, out_dtype = "positions" in views, "float8_e4m3fn" if signature.is_fp8 else dtype
+    k_pe_fp8 = op == KV_CONCAT_QUANT and views["k_pe"].dtype in mla.FP8
+    turns_query = rope and not signature.is_fp8
+    return mla.problem_of(
+        views,
+        Variant(op=op, dtype=dtype, rope=rope, k_pe_fp8=k_pe_fp8),
+        tuple(
             Output(argument, name, (num_tokens, num_heads, width), out_dtype)
-            for argument, (name, width) in outputs
+            for argument, (name, width) in zip(outs, signature.outputs.items(), strict=True)
         ),
-        updated=updated,
-        in_place=(),
-        slow_reason=reason,
-        variant=Variant(
-            op=op,
-            dtype=dtype,
-            rope=rope,
-            k_pe_fp8=op == KV_CONCAT_QUANT and views["k_pe"].dtype in mla.FP8,
-            vector=reason is None,
-        ),
-        num_heads=num_heads,
-        num_slots=num_slots,
+        updated=("kv_cache", *(["q"] * turns_query)) if op in INSERTS else (),
+        untouched=() if rope or signature.is_fp8 else ("q",),
     )
 
 
@@ -201,30 +175,6 @@ def _check_cache(op: str, cache: TensorView, dtype: str) -> None:
         fitting = QKV_QUANT
     accepted = {KEY_CONCAT: (dtype,), KEY_CONCAT_DS_MLA: ("uint8",), QKV_QUANT: mla.FP8}[op]
     if fitting != op or cache.dtype not in accepted:
-        reject(
-            "kv_cache",
-            f"{' or '.join(accepted)} rows of {_CACHE_WIDTHS[op]}",
-            f"{cache.dtype} rows of {width}",
-            "" if fitting == op else f"Call {fitting} for such a cache",
-            TypeError,
-        )
-
-
-def _check_shapes(signature: Signature, views: mla.Views) -> tuple[int, int]:
-    first = signature.inputs[0]
-    checks.check_shape(first, views[first], ("num_tokens", "num_heads", _HEAD_WIDTHS[first]))
-    num_tokens, num_heads, _ = views[first].shape
-    mla.check_heads(first, views[first])
-    like = f" like {first}"
-    for name in ("k_nope", "v"):
-        if name in views:
-            shape = (num_tokens, num_heads, _HEAD_WIDTHS[name])
-            checks.check_shape(name, views[name], shape, like)
-    if signature.op in INSERTS:
-        mla.check_latent_shapes(views, num_tokens, _CACHE_WIDTHS[signature.op], like)
-    else:
-        mla.check_k_pe_shape(views["k_pe"], num_tokens, like)
-    for name, width in zip(signature.out_names, signature.outputs.values(), strict=True):
-        if name in views:
-            checks.check_shape(name, views[name], (num_tokens, num_heads, width))
-    return num_tokens, num_heads
+        expected = f"{' or '.join(accepted)} rows of {_CACHE_WIDTHS[op]}"
+        hint = "" if fitting == op else f"Call {fitting} for such a cache"
+        reject("kv_cache", expected, f"{cache.dtype} rows of {width}", hint, TypeError)

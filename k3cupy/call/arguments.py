@@ -124,9 +124,8 @@ class Problem:
 class Overlap:
     """What only the addresses decide, checked on each call: outputs apart from inputs.
 
-    Args:
-        arguments: of the operation.
-        problem: a validated call.
+    Attributes:
+        written: place of a tensor that is written, its span, and place and span of the others.
     """
 
     def __init__(self, arguments: Arguments, problem: Problem) -> None:
@@ -145,17 +144,12 @@ class Overlap:
                 place = arguments.places[name]
                 span = spans.pop(place)  # a pair is looked at once, from its first member
                 pairs.append((place, span, tuple(spans.items())))
-        self._written = tuple(pairs)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to check."""
-        return not self._written
+        self.written = tuple(pairs)
 
     def check(self, values: Values, addresses: list[int]) -> None:
         """Refuse an output that shares memory with another argument, but for one that may be it."""
         suspicious = False
-        for target, length, others in self._written:
+        for target, length, others in self.written:
             start = addresses[target]
             end = start + length
             for index, span in others:

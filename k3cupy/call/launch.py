@@ -10,10 +10,9 @@ import numpy as np
 
 from k3cupy.runtime.instances import Instance
 
-POINTER, MAP = "pointer", "map"
 MAKERS: Mapping[str, Callable[[int], Any]] = {
-    POINTER: int,
-    MAP: int,
+    "pointer": int,
+    "map": int,
     "u32": np.uint32,
     "i64": int,
     "wide i64": np.int64,

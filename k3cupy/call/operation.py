@@ -28,7 +28,7 @@ class Operation:
 
     Attributes:
         function: it, for its signature.
-        kernel: the module of its kernel: ``KERNEL``, ``SOURCE``, ``instance_of``, ``launches``.
+        kernel: the module of its kernel: ``KERNEL``, ``SOURCE``, ``variant_of``, ``launches``.
         arguments: its tensors.
         options: names of everything else that decides what runs, ``config`` and ``pdl`` among them.
         accept: (values, options) -> the validated call.
@@ -114,7 +114,7 @@ class Operation:
         reason = choice.reason
         if problem.slow_reason is not None:
             reason += f"; element by element, not 128-bit, because {problem.slow_reason}"
-        name = self.kernel.instance_of(problem, choice.config).name_expression
+        name = choice.config.name_expression(self.kernel.variant_of(problem))
         return replace(choice, reason=reason, name_expression=name, pdl=pdl)
 
     def explain(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import ml_dtypes  # noqa: F401  registers bfloat16 and float8 with NumPy
 import numpy as np
@@ -21,13 +21,6 @@ Verify = Callable[[Any, Mapping[str, TensorView], int | None], None]
 
 Reference = Callable[[Any, dict[str, Any]], None]
 """Computes a call on NumPy arrays and numbers by argument name, outputs among them."""
-
-
-class Plan(Protocol):
-    """What repeats a call for other tensors of the same layout."""
-
-    def run(self, values: Values, addresses: list[int], stream: Any) -> Any:
-        """Compute a call; values and addresses are in the order of the operation's arguments."""
 
 
 # --- What a cached plan must agree on beside its call: tables, modes, edited sources ---
@@ -76,56 +69,37 @@ class PlanCache:
             self._plans[key] = plan
 
 
-def _result(outs: Sequence[Any]) -> Any:
-    return outs[0] if len(outs) == 1 else tuple(outs)
-
-
 class ReferencePlan:
-    """A call on CPU tensors."""
+    """A call on CPU tensors; ``verify``, where given, looks at its values first."""
 
     def __init__(
         self, arguments: Arguments, problem: Problem, reference: Reference, verify: Verify | None
     ) -> None:
-        """Prepare the outputs.
-
-        Args:
-            arguments: of the operation.
-            problem: the validated call.
-            reference: what computes it.
-            verify: what looks at its values first; None for nothing.
-        """
         self._arguments, self._problem = arguments, problem
         self._reference, self._verify = reference, verify
         self._overlap = Overlap(arguments, problem)
-        framework = problem.first.framework
-        self._made = tuple(
-            (
-                arguments.places[output.argument],
-                outputs.allocator(framework, output.shape, output.dtype, None),
-            )
-            for output in problem.outputs
-            if output.argument not in problem.views
-        )
+        self._framework = problem.first.framework
+        self._outputs = {arguments.places[output.argument]: output for output in problem.outputs}
 
     def run(self, values: Values, addresses: list[int], stream: Any) -> Any:
         """Compute a call."""
-        problem, arguments = self._problem, self._arguments
+        problem, arguments, framework = self._problem, self._arguments, self._framework
         self._overlap.check(values, addresses)
         every = list(values)
-        for index, allocate in self._made:
-            every[index] = allocate()
+        for place, output in self._outputs.items():
+            if values[place] is None:
+                every[place] = outputs.allocator(framework, output.shape, output.dtype, None)()
         views = arguments.views(tuple(every))
         if self._verify is not None:
             self._verify(problem, views, None)
         self._reference(problem, self._arrays(views) | arguments.numbers(values))
-        framework = problem.first.framework
-        made = {index for index, _ in self._made}
-        found = []
-        for output in problem.outputs:
-            index = arguments.places[output.argument]
-            out = every[index]
-            found.append(outputs.finish(framework, out, output.dtype) if index in made else out)
-        return _result(found)
+        outs = [
+            outputs.finish(framework, every[place], output.dtype)
+            if values[place] is None
+            else values[place]
+            for place, output in self._outputs.items()
+        ]
+        return outs[0] if len(outs) == 1 else tuple(outs)
 
     def _arrays(self, views: Mapping[str, TensorView]) -> dict[str, Any]:
         """Return the tensors as NumPy arrays, e4m3 as its codes; a scale tensor as its number."""
@@ -167,7 +141,7 @@ class CudaPlan:
         first = problem.first
         self._arguments, self._problem, self._verify = arguments, problem, verify
         overlap = Overlap(arguments, problem)
-        self._check_overlap = None if overlap.is_empty else overlap.check
+        self._check_overlap = overlap.check if overlap.written else None
         self._device, self._framework = first.device_index, first.framework
         frameworks = [v.framework for v in problem.views.values()]
         stream_framework = "torch" if "torch" in frameworks else "cupy"
@@ -287,3 +261,6 @@ _Prepared = tuple[
 """A launch as ``run`` needs it: arguments with pointers still 0; (place, argument, bytes to add) of
 the pointers; (place, argument, its name) of the numbers; (place, what makes it) of the tensor maps;
 and what queues it. A tuple, because attributes cost more on every call."""
+
+Plan = ReferencePlan | CudaPlan
+"""What repeats a call for other tensors of the same layout."""

@@ -50,20 +50,19 @@ def _code(names: Sequence[str], required: Collection[str]) -> str:
     short = {name: f"t{i}" for i, name in enumerate(names)}
     given = [short[name] for name in names if name in required]
     optional = [short[name] for name in names if name not in required]
-    unlike = " or ".join(f"type({name}) not in torch_types" for name in given)
-    unlike += "".join(
-        f" or ({name} is not None and type({name}) not in torch_types)" for name in optional
-    )
-    wants_grad = " or ".join(
-        [f"{name}.requires_grad" for name in given]
-        + [f"({name} is not None and {name}.requires_grad)" for name in optional]
-    )
+
+    def any_of(test: str) -> str:
+        told = [test.format(name) for name in given]
+        return " or ".join(
+            told + [f"({name} is not None and {test.format(name)})" for name in optional]
+        )
+
     body = [
         f"{', '.join(short.values())}, = values",
         # Off the GPU an ordinal says too little: a tensor without memory has -1 as well.
-        f"if {unlike} or {given[0]}.get_device() < 0:",
+        f"if {any_of('type({}) not in torch_types')} or {given[0]}.get_device() < 0:",
         "    return any_producer(values, stream)",
-        f"if modules['torch'].is_grad_enabled() and ({wants_grad}):",
+        f"if modules['torch'].is_grad_enabled() and ({any_of('{}.requires_grad')}):",
         "    return any_producer(values, stream)",
         *(f"at_{name} = {name}.data_ptr()" for name in given),
     ]

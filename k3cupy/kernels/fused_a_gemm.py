@@ -171,21 +171,22 @@ class FusedAGemmConfig:
         Args:
             device: the GPU; without it only what holds on every GPU is looked at.
         """
+        if not self._is_well_formed() or self.block_size > _MAX_THREADS:
+            return False
+        sums = self.tile_m * self.tile_n // (32 * self.warps_n)
+        registers = min(_REGISTERS_PER_SM // self.block_size // 8 * 8, _MAX_REGISTERS)
         return (
-            self._is_well_formed()
-            and self._copies_fit()
-            and self.block_size <= _MAX_THREADS
-            and self._sums_of_thread() + _REGISTERS_BESIDE_SUMS <= self._registers()
-            and (
-                device is None
-                or (
-                    self.shared_bytes <= device.shared_memory_optin
-                    and (self.split_k == 1 or device.has_clusters)
-                    and (not self.needs_warpgroups or device.has_warpgroups)
-                    and (not self.mapped_x or device.has_tensor_maps)
-                )
-            )
+            sums + _REGISTERS_BESIDE_SUMS <= registers
+            and (device is None or self._runs_on(device))
             and (not self.mapped_x or self.with_copy_warps().is_valid(device))
+        )
+
+    def _runs_on(self, device: DeviceInfo) -> bool:
+        return (
+            self.shared_bytes <= device.shared_memory_optin
+            and (self.split_k == 1 or device.has_clusters)
+            and (not self.needs_warpgroups or device.has_warpgroups)
+            and (not self.mapped_x or device.has_tensor_maps)
         )
 
     def fits(self, num_tokens: int, device: DeviceInfo) -> bool:
@@ -193,11 +194,10 @@ class FusedAGemmConfig:
         return self.tile_m >= num_tokens and self.is_valid(device)
 
     def _is_well_formed(self) -> bool:
-        tokens = self.tile_m == _MMA_TOKENS or self.tile_m % (2 * _MMA_TOKENS) == 0
         return (
             min(self.stages, self.stages_x) >= 2
             and min(self.warps_k, self.warps_n, self.split_k, self.copy_warps) >= 1
-            and tokens
+            and (self.tile_m == _MMA_TOKENS or self.tile_m % (2 * _MMA_TOKENS) == 0)
             and 0 < self.tile_m <= MAX_TOKENS
             and self.tile_n > 0
             and self.tile_n % (4 * self.split_k) == 0
@@ -207,11 +207,13 @@ class FusedAGemmConfig:
             and self.tile_k >= 64
             and (not self.mapped_x or self.tile_k % _PANEL == 0)
             and self.tile_k % (_MMA_K * self.warps_k) == 0
-            and (self._is_for_warps() if self.product == WARP else self._is_for_warpgroups())
+            and self._copies_fit()
+            and (
+                self._is_for_warpgroups()
+                if self.needs_warpgroups
+                else self.tile_n % (_WARP_ROWS * self.warps_n) == 0
+            )
         )
-
-    def _is_for_warps(self) -> bool:
-        return self.tile_n % (_WARP_ROWS * self.warps_n) == 0
 
     def _is_for_warpgroups(self) -> bool:
         teams, others = divmod(self.warps_n, _TEAM)
@@ -226,21 +228,14 @@ class FusedAGemmConfig:
         chunks, threads = self.tile_k // 8, 32 * self.copy_warps
         return threads % chunks == 0 if chunks <= threads else chunks % threads == 0
 
-    def _sums_of_thread(self) -> int:
-        return self.tile_m * self.tile_n // (32 * self.warps_n)
-
-    def _registers(self) -> int:
-        return min(_REGISTERS_PER_SM // self.block_size // 8 * 8, _MAX_REGISTERS)
-
     def blocks(self, n: int) -> int:
         """Return how many blocks compute N output columns."""
         return -(-n // self.rows) * self.split_k
 
     def blocks_per_sm(self, device: DeviceInfo) -> int:
         """Return how many blocks fit a multiprocessor by their shared memory and threads."""
-        by_memory = (device.shared_memory_optin + _RESERVED_SHARED) // (
-            self.shared_bytes + _RESERVED_SHARED
-        )
+        each = self.shared_bytes + _RESERVED_SHARED
+        by_memory = (device.shared_memory_optin + _RESERVED_SHARED) // each
         return min(by_memory, 2048 // self.block_size)
 
     def name_expression(self, variant: Variant) -> str:
@@ -292,17 +287,16 @@ def why_not_mapped(problem: Any, rows: slice) -> str | None:
     return None
 
 
-def instance_of(problem: Any, config: FusedAGemmConfig, num_tokens: int = 0) -> Instance:
-    """Return what a validated call compiles.
+def variant_of(problem: Any, num_tokens: int = 0) -> Variant:
+    """Return what a validated call decides.
 
     Args:
         problem: the call.
-        config: its configuration.
         num_tokens: of one launch, where it is another than the call's.
     """
     aligned, has_residual = problem.slow_reason is None, problem.residual is not None
     packed = aligned and (problem.is_packed or num_tokens == 1)
-    return config.instance(Variant(packed, aligned, problem.weight_is_static, has_residual))
+    return Variant(packed, aligned, problem.weight_is_static, has_residual)
 
 
 def launch(problem: Any, config: FusedAGemmConfig, rows: slice) -> Launch:
@@ -340,7 +334,7 @@ def launch(problem: Any, config: FusedAGemmConfig, rows: slice) -> Launch:
     else:
         values["x_row_stride"] = row_stride(x) if several else 0
     return Launch(
-        instance=instance_of(problem, config, num_tokens),
+        instance=config.instance(variant_of(problem, num_tokens)),
         parameters=MAPPED_PARAMETERS if config.mapped_x else PARAMETERS,
         values=values,
         addresses=addresses,

@@ -156,15 +156,15 @@ Config = MlaDecodeConfig
 _ONE_PER_TOKEN = ("ql_nope", "q_pe", "kv_c_normed", "k_pe", "slot_mapping", "positions")
 
 
-def instance_of(problem: Any, config: MlaDecodeConfig) -> Instance:
-    """Return what a validated call compiles.
+def variant_of(problem: Any) -> Variant:
+    """Return what a validated call decides.
 
     A batch in slices cannot use the promise of ``kv_inputs_ready``: the kernel before a slice is
     the slice before it, which may write the same cache rows.
     """
+    variant: Variant = problem.variant
     sliced = problem.num_tokens > MAX_TOKENS_PER_LAUNCH
-    variant = problem.variant
-    return config.instance(replace(variant, kv_inputs_ready=False) if sliced else variant)
+    return replace(variant, kv_inputs_ready=False) if sliced else variant
 
 
 def launches(problem: Any, config: MlaDecodeConfig, _gpu: DeviceInfo) -> list[Launch]:
@@ -204,7 +204,7 @@ def _launch(problem: Any, config: MlaDecodeConfig, start: int, num_tokens: int) 
     addresses["mqa_q"] = ("out", start * num_heads * row_bytes)
     scales = {"q_scale_inv": variant.query_fp8, "cache_scale_inv": variant.cache == "fp8"}
     return Launch(
-        instance=instance_of(problem, config),
+        instance=config.instance(variant_of(problem)),
         parameters=PARAMETERS,
         values=values,
         addresses=addresses,

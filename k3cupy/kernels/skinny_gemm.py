@@ -158,11 +158,6 @@ def variant_of(problem: Any) -> Variant:
     return Variant(problem.x.dtype, aligned, has_residual, problem.weight_is_static)
 
 
-def instance_of(problem: Any, config: SkinnyGemmConfig) -> Instance:
-    """Return what a validated call compiles."""
-    return config.instance(variant_of(problem))
-
-
 def launches(problem: Any, config: SkinnyGemmConfig, _gpu: DeviceInfo) -> list[Launch]:
     """Return the launch of a validated call."""
     x, out, residual = problem.x, problem.out, problem.residual
@@ -174,7 +169,7 @@ def launches(problem: Any, config: SkinnyGemmConfig, _gpu: DeviceInfo) -> list[L
     if residual is not None:
         addresses["residual"] = "residual", 0
     launch = Launch(
-        instance=instance_of(problem, config),
+        instance=config.instance(variant_of(problem)),
         parameters=PARAMETERS,
         values={
             "n": problem.n,

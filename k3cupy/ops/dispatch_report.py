@@ -87,10 +87,8 @@ class DispatchReport:
             why = f"{row.choice.reason} [{row.choice.origin}]"
             cells.append((str(row.calls), shape, row.tokens, row.choice.what, why))
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = []
-        for calls, shape, tokens, what, why in cells:
-            numbers = f"{calls:>{widths[0]}}  {shape:>{widths[1]}}  {tokens:>{widths[2]}}"
-            lines.append(f"{numbers}  {what:<{widths[3]}}  {why}")
+        sides = [f"{side}{width}" for side, width in zip(">>><<", widths, strict=True)]
+        lines = ["  ".join(map(format, row, sides)).rstrip() for row in cells]
         ours = self.calls - sum(row.calls for row in self.fallbacks)
         lines.append(f"{ours} of {self.calls} calls ran a kernel of k3cupy")
         return "\n".join(lines)

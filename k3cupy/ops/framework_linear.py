@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 from k3cupy.call import outputs
@@ -22,22 +20,24 @@ def linear(x: Any, weight: Any, residual: Any, stream: Any) -> Any:
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
-        with _torch_stream(torch, (x, weight, residual), stream):
+        device = x.device.index if x.device.type == "cuda" else None
+        if stream is None or device is None:
             return _torch_linear(torch, x, weight, residual)
+        handle = streams.handle_of(stream)
+        with outputs.allocated_for("torch", device, handle):
+            out = _torch_linear(torch, x, weight, residual)
+        outputs.keep_for_stream([x, weight, residual], device, handle)
+        return out
     views = {"x": producers.view(x, "x"), "weight": producers.view(weight, "weight")}
     if residual is not None:
         views["residual"] = producers.view(residual, "residual")
     framework = views["x"].framework
     for name, v in views.items():
         if v.framework != framework or framework not in _ARRAYS:
-            reject(
-                name,
-                "a tensor of PyTorch, CuPy, NumPy or JAX like the others, for its linear has to "
-                "run here",
-                f"one of {v.framework}",
-                "explain_low_latency_gemm says why no kernel runs",
-                TypeError,
-            )
+            frameworks = "PyTorch, CuPy, NumPy or JAX"
+            expected = f"a tensor of {frameworks} like the others, for its linear has to run here"
+            hint = "explain_low_latency_gemm says why no kernel runs"
+            reject(name, expected, f"one of {v.framework}", hint, TypeError)
     if stream is not None and framework == "cupy":
         with streams.current_for_cupy(streams.handle_of(stream), views["x"].device_index):
             return _array_linear(x, weight, residual)
@@ -52,18 +52,6 @@ def _torch_linear(torch: Any, x: Any, weight: Any, residual: Any) -> Any:
     n, k = weight.shape
     rows = torch.addmm(residual.reshape(-1, n), x.reshape(-1, k), weight.t())
     return rows.reshape(*x.shape[:-1], n)
-
-
-@contextlib.contextmanager
-def _torch_stream(torch: Any, values: tuple[Any, ...], stream: Any) -> Iterator[None]:
-    device = values[0].device
-    if stream is None or device.type != "cuda":
-        yield
-        return
-    handle = streams.handle_of(stream)
-    with torch.cuda.stream(streams.of_torch(handle, device.index)):
-        yield
-    outputs.keep_for_stream(list(values), device.index, handle)
 
 
 def _array_linear(x: Any, weight: Any, residual: Any) -> Any:

@@ -104,9 +104,7 @@ def dsv3_fused_a_gemm(output: Any, mat_a: Any, mat_b: Any, enable_pdl: bool = Fa
             waits for the end of the preceding kernel.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; the text names it. Nothing was written.
-        CaptureError: the instance is not loaded and the stream is capturing a graph.
-        CompileError, ToolchainError: the kernel cannot be built here; the text says why.
+        TypeError, ValueError, CaptureError, CompileError, ToolchainError: as ``fused_a_gemm``.
 
     Example:
         >>> import torch, k3cupy
@@ -145,9 +143,7 @@ def _check(given: Given) -> None:
 def _choose(problem: GemmProblem, gpu: DeviceInfo, given: Given) -> Choice:
     return choose(
         (FUSED_A,),
-        problem.n,
-        problem.k,
-        problem.num_tokens,
+        *problem.size,
         gpu,
         residual=problem.residual is not None,
         batch_invariant=given["batch_invariant"],

@@ -85,26 +85,22 @@ def low_latency_linear(
 
     The framework's is ``torch.nn.functional.linear``, with a residual ``torch.addmm``, which on a
     GPU may round the product before it adds; for CuPy, NumPy and JAX a product in float32 with one
-    rounding. It runs where it was measured to be
-    faster, and for whatever our kernels do not take: other types, shapes, layouts and devices, and
-    tensors that autograd follows.
+    rounding. It runs where it was measured to be faster, and for whatever our kernels do not take:
+    other types, shapes, layouts and devices, and tensors that autograd follows.
 
     Args:
         x: [..., K].
         weight: [N, K].
         residual: [..., N], added.
-        batch_invariant: as for ``try_low_latency_gemm``.
-        weight_is_static: the same.
-        stream: the same.
+        batch_invariant: this and the other keyword arguments as for ``try_low_latency_gemm``.
+        weight_is_static: a promise.
+        stream: where to run.
 
     Returns:
         A new [..., N] tensor of x's framework.
 
     Raises:
-        TypeError: an argument is no tensor, or a flag no bool.
-        CaptureError: the kernel is not loaded and the stream is capturing a graph.
-        CompileError: the compiler refused the kernel; the text says why.
-        ToolchainError: an edited copy of the sources was named, and is not there.
+        TypeError, CaptureError, CompileError, ToolchainError: as ``try_low_latency_gemm``.
         Exception: what the framework's linear raises for shapes and types that it does not take.
 
     Example:
@@ -121,11 +117,7 @@ def explain_low_latency_gemm(
 ) -> Choice:
     """Say what ``try_low_latency_gemm`` would run, and why; launch and count nothing.
 
-    Args:
-        x: as for that function.
-        weight: the same.
-        residual: the same.
-        batch_invariant: the same.
+    Takes the tensors and the mode of that function.
 
     Returns:
         Kernel, configuration, and the reason in words: of a fall-back exactly what keeps the call
@@ -275,9 +267,7 @@ def _decide(
         return None, _fallback(str(error), batch_invariant)
     choice = choose(
         ALL,
-        problem.n,
-        problem.k,
-        problem.num_tokens,
+        *problem.size,
         gpu,
         residual=problem.residual is not None,
         batch_invariant=batch_invariant,

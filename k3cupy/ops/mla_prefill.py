@@ -83,10 +83,7 @@ def fused_mla_key_concat_kv_cache_insert(
             writes. Entries past T are not read.
         positions: [>= T] int64 or int32, clamped to the table. With cos_sin_cache or not at all.
         cos_sin_cache: [max_position, 64] float32: 32 cosines, then 32 sines.
-        out: [T, H, 192], contiguous; see the module for this and the other keyword arguments.
-        stream: where to run.
-        pdl: programmatic dependent launch.
-        config: mapping of threads.
+        out: [T, H, 192], contiguous. For it, stream, pdl and config see the module.
 
     Returns:
         k, [T, H, 192] contiguous, in the inputs' type.
@@ -129,25 +126,11 @@ def fused_mla_key_concat_ds_mla_insert(
     A row of the cache is 512 e4m3 bytes in tiles of 128, four fp32 tile scales, and 64 RoPE values
     in the inputs' type.
 
+    Arguments, result and errors are those of that function; the cache alone is another.
+
     Args:
-        q: [T, H, 192], bfloat16 or float16, turned in place with positions.
-        k_nope: [T, H, 128], same type.
-        k_pe: [T, 64] or [T, 1, 64], same type.
-        kv_c_normed: [T, 512], same type.
-        kv_cache: [num_blocks, block_size, 656] uint8, written in place.
-        slot_mapping: [>= T] int64 or int32; negative slots are padding.
-        positions: [>= T] int64 or int32. With cos_sin_cache or not at all.
-        cos_sin_cache: [max_position, 64] float32.
-        out: [T, H, 192], contiguous; see the module for this and the other keyword arguments.
-        stream: where to run.
-        pdl: programmatic dependent launch.
-        config: mapping of threads.
-
-    Returns:
-        k, [T, H, 192] contiguous, in the inputs' type.
-
-    Raises:
-        TypeError, ValueError, CaptureError, CompileError, ToolchainError: see the module.
+        kv_cache: [num_blocks, block_size, 656] uint8, written in place. Inner stride 1, block and
+            token strides free. Bytes of other slots stay as they were.
 
     Example:
         >>> import torch, k3cupy
@@ -205,11 +188,7 @@ def fused_mla_qkv_quant_kv_cache_fp8_insert(
         cache_scale_inv: the same for the cache rows.
         positions: [>= T] int64 or int32. With cos_sin_cache or not at all.
         cos_sin_cache: [max_position, 64] float32.
-        out: (q8, k8, v8), contiguous e4m3 or uint8; see the module for this and the other keyword
-            arguments.
-        stream: where to run.
-        pdl: programmatic dependent launch.
-        config: mapping of threads.
+        out: (q8, k8, v8), contiguous e4m3 or uint8. For it, stream, pdl and config see the module.
 
     Returns:
         (q8, k8, v8): [T, H, 192], [T, H, 192] and [T, H, 128] contiguous e4m3.
@@ -250,10 +229,7 @@ def fused_mla_kv_concat(
     Args:
         k_nope: [T, H, 128], bfloat16 or float16. Inner stride 1, other strides free.
         k_pe: [T, 64] or [T, 1, 64], same type.
-        out: [T, H, 192], contiguous; see the module for this and the other keyword arguments.
-        stream: where to run.
-        pdl: programmatic dependent launch.
-        config: mapping of threads.
+        out: [T, H, 192], contiguous. For it, stream, pdl and config see the module.
 
     Returns:
         k with ``k[t, h] = [k_nope[t, h] | k_pe[t]]``, [T, H, 192] contiguous, bit by bit.
@@ -290,11 +266,7 @@ def fused_mla_kv_concat_quant_fp8(
         k_pe: [T, 64] or [T, 1, 64], same type, or e4m3 (uint8 is taken as its bytes), which is
             copied.
         v: [T, H, 128], of k_nope's type.
-        out: (k8, v8), contiguous e4m3 or uint8; see the module for this and the other keyword
-            arguments.
-        stream: where to run.
-        pdl: programmatic dependent launch.
-        config: mapping of threads.
+        out: (k8, v8), contiguous e4m3 or uint8. For it, stream, pdl and config see the module.
 
     Returns:
         (k8, v8): [T, H, 192] and [T, H, 128] contiguous e4m3.

@@ -108,15 +108,8 @@ def _accept(values: Values, given: Given) -> GemmProblem:
 
 
 def _choose(problem: GemmProblem, gpu: DeviceInfo, given: Given) -> Choice:
-    return choose(
-        (SKINNY,),
-        problem.n,
-        problem.k,
-        problem.num_tokens,
-        gpu,
-        residual=problem.residual is not None,
-        config=given["config"],
-    )
+    adds = problem.residual is not None
+    return choose((SKINNY,), *problem.size, gpu, residual=adds, config=given["config"])
 
 
 def _compute(problem: GemmProblem, arrays: dict[str, Any]) -> None:

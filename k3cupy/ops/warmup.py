@@ -7,6 +7,7 @@ combinations are compiled.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,6 +48,7 @@ Wanted = Callable[[DeviceInfo], Iterable[Instance]]
 
 EVERY_CACHE = ("bf16", "fp8", "fp8_ds_mla")
 _CACHES = {"bf16": "same", "fp16": "same", "same": "same", "fp8": "fp8", "fp8_ds_mla": "ds_mla"}
+_INSERTS = {"same": KEY_CONCAT, "fp8": QKV_QUANT, "ds_mla": KEY_CONCAT_DS_MLA}
 _MOST_ROWS = (1 << 31) - 1
 
 
@@ -98,12 +100,18 @@ def warmup(
         ... # doctest: +SKIP
         4
     """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
     wanted = wanted_of(op, options)
     ordinal = devices.ordinal_of(device)
     chosen = list(dict.fromkeys(wanted(devices.info(ordinal))))
-    if not progress:
-        return instances.load_all(chosen, ordinal, max_workers=max_workers)
-    return _load_with_bar(chosen, ordinal, max_workers)
+    columns = "compiling kernels", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
+        task = bar.add_task("", total=len(chosen))
+        return instances.load_all(
+            chosen, ordinal, max_workers=max_workers, on_done=lambda _: bar.advance(task)
+        )
 
 
 def wanted_of(op: str, options: dict[str, Any]) -> Wanted:
@@ -131,23 +139,6 @@ def _check_flags(name: str, value: Any, default: Any) -> None:
         reject(name, "True, False or several of them", repr(value), error=TypeError)
 
 
-def _load_with_bar(chosen: Sequence[Instance], device: int, max_workers: int | None) -> int:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (
-        TextColumn("compiling kernels"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=len(chosen))
-        return instances.load_all(
-            chosen, device, max_workers=max_workers, on_done=lambda _: bar.advance(task)
-        )
-
-
 # --- The MLA epilogues ---------------------------------------------------------------------------
 
 
@@ -161,32 +152,16 @@ def _mla_decode(
     config: MlaDecodeConfig | None = None,
 ) -> Wanted:
     checks.check_config(config, MlaDecodeConfig)
-    variants = []
-    for kind, cache, turned, ready, wide in itertools.product(
-        _dtypes(dtype),
-        _caches(kv_cache),
-        _several(rope),
-        _several(kv_inputs_ready),
-        _several(vector),
-    ):
-        for query in [cache == "fp8"] if query_fp8 is None else _several(query_fp8):
-            variant = mla_decode.Variant(kind, query, cache, turned, ready, wide)
-            if not variant.is_valid():
-                reject("query_fp8", "False with an fp8_ds_mla cache", "True")
-            variants.append(variant)
-
-    def wanted(gpu: DeviceInfo) -> Iterator[Instance]:
-        for variant in variants:
-            every: Sequence[Any] = (mla_decode.UNTUNED,)
-            if variant.vector:
-                every = configs(mla_decode.KERNEL, variant.kind, gpu)
-            for each in (config,) if config else every:
-                yield each.instance(variant)
-
-    return wanted
-
-
-_INSERT_OF = {"same": KEY_CONCAT, "fp8": QKV_QUANT, "ds_mla": KEY_CONCAT_DS_MLA}
+    queries = (None,) if query_fp8 is None else _several(query_fp8)
+    caches = [_CACHES[name] for name in _named("kv_cache", kv_cache, _CACHES)]
+    flags = map(_several, (rope, kv_inputs_ready, vector))
+    variants = [
+        mla_decode.Variant(kind, cache == "fp8" if query is None else query, cache, *rest)
+        for kind, query, cache, *rest in itertools.product(_dtypes(dtype), queries, caches, *flags)
+    ]
+    if not all(variant.is_valid() for variant in variants):
+        reject("query_fp8", "False with an fp8_ds_mla cache", "True")
+    return _epilogue(mla_decode, mla_decode.UNTUNED, variants, config)
 
 
 def _mla_prefill(
@@ -196,42 +171,34 @@ def _mla_prefill(
     vector: Flags = True,
     config: MlaPrefillConfig | None = None,
 ) -> Wanted:
-    inserts = [_INSERT_OF[cache] for cache in _caches(kv_cache)]
-    return _prefill((*inserts, KV_CONCAT, KV_CONCAT_QUANT), dtype, rope, vector, config)
+    inserts = [_INSERTS[_CACHES[name]] for name in _named("kv_cache", kv_cache, _CACHES)]
+    return _some_prefill((*inserts, KV_CONCAT, KV_CONCAT_QUANT), dtype, rope, vector, config)
 
 
-def _one_prefill(op: str) -> Callable[..., Wanted]:
-    def wanted(
-        dtype: Names = "bfloat16",
-        rope: Flags = False,
-        vector: Flags = True,
-        config: MlaPrefillConfig | None = None,
-    ) -> Wanted:
-        return _prefill((op,), dtype, rope, vector, config)
-
-    return wanted
-
-
-def _prefill(
-    ops: Sequence[str], dtype: Names, rope: Flags, vector: Flags, config: MlaPrefillConfig | None
+def _some_prefill(
+    ops: Sequence[str],
+    dtype: Names = "bfloat16",
+    rope: Flags = False,
+    vector: Flags = True,
+    config: MlaPrefillConfig | None = None,
 ) -> Wanted:
     """The context operations have no RoPE, and one takes k_pe in e4m3 too."""
     checks.check_config(config, MlaPrefillConfig)
     variants = [
-        variant
+        mla_prefill.Variant(op, kind, turned and op in INSERTS, k_pe_fp8, wide)
         for op, kind, turned, wide, k_pe_fp8 in itertools.product(
             ops, _dtypes(dtype), _several(rope), _several(vector), (False, True)
         )
-        for variant in (mla_prefill.Variant(op, kind, turned and op in INSERTS, k_pe_fp8, wide),)
-        if variant.is_valid()
     ]
+    valid = [variant for variant in variants if variant.is_valid()]
+    return _epilogue(mla_prefill, mla_prefill.FEW_ROWS, valid, config)
 
+
+def _epilogue(kernel: Any, element_wise: Any, variants: Sequence[Any], config: Any) -> Wanted:
     def wanted(gpu: DeviceInfo) -> Iterator[Instance]:
         for variant in variants:
-            every: Sequence[Any] = (mla_prefill.FEW_ROWS,)
-            if variant.vector:
-                every = configs(mla_prefill.KERNEL, variant.kind, gpu)
-            for each in (config,) if config else every:
+            every = configs(kernel.KERNEL, variant.kind, gpu) if variant.vector else [element_wise]
+            for each in [config] if config else every:
                 yield each.instance(variant)
 
     return wanted
@@ -258,13 +225,7 @@ def _fused_a_gemm(
     def wanted(gpu: DeviceInfo) -> Iterator[Instance]:
         check_fused_a_config(config, max(counts), gpu)
         for adds, invariant in itertools.product(_several(residual), _several(batch_invariant)):
-            chosen = dict.fromkeys(
-                config
-                or choose(
-                    (FUSED_A,), n, k, count, gpu, residual=adds, batch_invariant=invariant
-                ).config
-                for (n, k), count in itertools.product(pairs, counts)
-            )
+            chosen = _chosen(FUSED_A, config, pairs, counts, gpu, adds, invariant)
             for each, far, static, wide in itertools.product(
                 chosen, apart, _several(weight_is_static), _several(vector)
             ):
@@ -274,16 +235,32 @@ def _fused_a_gemm(
     return wanted
 
 
+def _chosen(
+    kernel: str,
+    config: Any,
+    pairs: Sequence[tuple[int, int]],
+    counts: Sequence[int],
+    gpu: DeviceInfo,
+    residual: bool,
+    invariant: bool = False,
+) -> Iterable[Any]:
+    """Return every configuration that one of the products gets, each once."""
+    if config:
+        return [config]
+    return dict.fromkeys(
+        choose((kernel,), n, k, count, gpu, residual=residual, batch_invariant=invariant).config
+        for (n, k), count in itertools.product(pairs, counts)
+    )
+
+
 def _fused_a_instances(
     config: FusedAGemmConfig, variant: fused_a_gemm.Variant
 ) -> Iterator[Instance]:
     """Yield what calls run; the copy engine cannot fetch every x whose rows lie apart."""
-    if config.mapped_x and variant.packed:
-        yield config.instance(variant)
-        return
     if config.mapped_x and variant.aligned_x:
         yield config.instance(variant)
-    yield config.with_copy_warps().instance(variant)
+    if not (config.mapped_x and variant.packed):
+        yield config.with_copy_warps().instance(variant)
 
 
 def _skinny_gemm(
@@ -305,12 +282,9 @@ def _skinny_gemm(
 
     def wanted(gpu: DeviceInfo) -> Iterator[Instance]:
         for adds in _several(residual):
-            chosen = dict.fromkeys(
-                config or choose((SKINNY,), n, k, count, gpu, residual=adds).config
-                for (n, k), count in itertools.product(pairs, counts)
-            )
             for each, kind, wide, static in itertools.product(
-                chosen, kinds, _several(vector), _several(weight_is_static)
+                _chosen(SKINNY, config, pairs, counts, gpu, adds),
+                *(kinds, _several(vector), _several(weight_is_static)),
             ):
                 yield each.instance(skinny_gemm.Variant(kind, wide, adds, static))
 
@@ -351,7 +325,7 @@ def _low_latency_linear(
 _OPERATIONS: dict[str, Callable[..., Wanted]] = {
     "mla_decode": _mla_decode,
     "mla_prefill": _mla_prefill,
-    **{op: _one_prefill(op) for op in mla_prefill.OPS},
+    **{op: functools.partial(_some_prefill, (op,)) for op in mla_prefill.OPS},
     "fused_a_gemm": _fused_a_gemm,
     "skinny_gemm": _skinny_gemm,
     "low_latency_linear": _low_latency_linear,
@@ -366,20 +340,16 @@ def _several(value: Any) -> Sequence[Any]:
     return [value] if isinstance(value, str | bool | int) else list(value)
 
 
-def _dtypes(dtype: Names) -> Sequence[str]:
-    names = _several(dtype)
+def _named(option: str, value: Names, known: Iterable[str]) -> Sequence[str]:
+    names = _several(value)
     for name in names:
-        if name not in CTYPES:
-            reject("dtype", " or ".join(map(repr, CTYPES)), repr(name))
+        if name not in known:
+            reject(option, " or ".join(map(repr, known)), repr(name))
     return names
 
 
-def _caches(kv_cache: Names) -> Sequence[str]:
-    names = _several(kv_cache)
-    for name in names:
-        if name not in _CACHES:
-            reject("kv_cache", " or ".join(map(repr, _CACHES)), repr(name))
-    return [_CACHES[name] for name in names]
+def _dtypes(dtype: Names) -> Sequence[str]:
+    return _named("dtype", dtype, CTYPES)
 
 
 def shapes_of(shapes: Shapes, k_multiple: int) -> tuple[tuple[int, int], ...]:
