@@ -121,7 +121,7 @@ def test_cupy_arrays_in_place() -> None:
     want = op(x, weight, residual=residual)
     torch.cuda.synchronize()
     out = cupy_of(residual)
-    assert op(cupy_of(x), cupy_of(weight), out, residual=out) is out
+    assert op(cupy_of(x), cupy_of(weight), out, out=out) is out
     cupy.cuda.Device().synchronize()
     same_bits(torch.from_dlpack(out.view(cupy.int16)).view(BF16), want)
 
