@@ -13,6 +13,9 @@ from k3cupy.runtime.errors import reject
 from k3cupy.runtime.tensors import ALIGNMENT, TensorView
 
 Config = TypeVar("Config")
+OPTIONAL_BOOL = (type(None), bool)
+"""The types of ``pdl``, for the look on the way of a call that spares it ``check_flags``."""
+
 _COPY = "Make a contiguous copy first"
 
 

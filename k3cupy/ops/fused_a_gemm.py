@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from k3cupy.accept import checks, gemm
+from k3cupy.accept.checks import OPTIONAL_BOOL
 from k3cupy.accept.gemm import GemmProblem, Signature, check_fused_a_config
 from k3cupy.call.arguments import Values
 from k3cupy.call.choice import Choice
@@ -85,7 +86,7 @@ def fused_a_gemm(
         config is not None
         or type(weight_is_static) is not bool
         or type(batch_invariant) is not bool
-        or type(pdl) not in _OPTIONAL
+        or type(pdl) not in OPTIONAL_BOOL
     ):
         _check(locals())
     options = (pdl, weight_is_static, batch_invariant, config)
@@ -130,9 +131,6 @@ def explain_fused_a_gemm(*args: Any, **kwargs: Any) -> Choice:
         fused_a on the CPU: the tensors are on the CPU
     """
     return OPERATION.explain(args, kwargs, _check)
-
-
-_OPTIONAL = (type(None), bool)
 
 
 def _check(given: Given) -> None:

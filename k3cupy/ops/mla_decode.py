@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from k3cupy.accept import checks, mla, mla_decode
+from k3cupy.accept.checks import OPTIONAL_BOOL
 from k3cupy.call.arguments import Values
 from k3cupy.call.choice import Choice
 from k3cupy.call.operation import Given, Operation
@@ -112,7 +113,7 @@ def fused_mla_decode_q_concat_kv_cache_insert(
         config is not None
         or type(ds_mla) is not bool
         or type(kv_inputs_ready) is not bool
-        or type(pdl) not in _OPTIONAL
+        or type(pdl) not in OPTIONAL_BOOL
     ):
         _check(locals())
     return _OPERATION(values, (ds_mla, kv_inputs_ready, pdl, config), stream)
@@ -124,9 +125,6 @@ def explain_mla_decode(*args: Any, **kwargs: Any) -> Choice:
     Takes the arguments of that function, and raises the same errors.
     """
     return _OPERATION.explain(args, kwargs, _check)
-
-
-_OPTIONAL = (type(None), bool)
 
 
 def _check(given: Given) -> None:

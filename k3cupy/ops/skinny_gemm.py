@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from k3cupy.accept import checks, gemm
+from k3cupy.accept.checks import OPTIONAL_BOOL
 from k3cupy.accept.gemm import GemmProblem, check_skinny_config
 from k3cupy.call.arguments import Values
 from k3cupy.call.choice import Choice
@@ -73,7 +74,7 @@ def skinny_gemm(
         >>> k3cupy.skinny_gemm(x[:, 6144:6272], weight, residual)[0, 0]
         tensor(129., dtype=torch.float16)
     """
-    if config is not None or type(weight_is_static) is not bool or type(pdl) not in _OPTIONAL:
+    if config is not None or type(weight_is_static) is not bool or type(pdl) not in OPTIONAL_BOOL:
         _check(locals())
     return OPERATION((x, weight, residual, out), (pdl, weight_is_static, config), stream)
 
@@ -90,9 +91,6 @@ def explain_skinny_gemm(*args: Any, **kwargs: Any) -> Choice:
         skinny on the CPU: the tensors are on the CPU
     """
     return OPERATION.explain(args, kwargs, _check)
-
-
-_OPTIONAL = (type(None), bool)
 
 
 def _check(given: Given) -> None:
