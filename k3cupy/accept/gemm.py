@@ -235,9 +235,6 @@ def check_fused_a_config(
         given: by the caller.
         num_tokens: M, where it is known.
         gpu: where it is known.
-
-    Raises:
-        TypeError, ValueError: anything else.
     """
     config = checks.check_config(given, FusedAGemmConfig)
     if config is None:
@@ -269,9 +266,6 @@ def check_skinny_config(given: Any, num_tokens: int | None = None) -> SkinnyGemm
     Args:
         given: by the caller.
         num_tokens: M, where it is known and not 0.
-
-    Raises:
-        TypeError, ValueError: anything else.
     """
     config = checks.check_config(given, SkinnyGemmConfig)
     if config is not None and num_tokens and num_tokens != config.num_rows:

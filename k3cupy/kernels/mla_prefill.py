@@ -120,12 +120,6 @@ class Variant:
         """The name under which tables list it."""
         return self.op
 
-    @property
-    def threads_of_a_task(self) -> int:
-        """Threads that one task takes."""
-        turns_query = self.rope and self.op in _CACHE_FORMATS
-        return _THREADS_OF_A_TASK[self.op] + (_TURNING_THREADS if turns_query else 0)
-
 
 @dataclass(frozen=True)
 class Grid:
@@ -165,7 +159,9 @@ class MlaPrefillConfig:
 
     def threads(self, variant: Variant) -> int:
         """Return the threads of a block."""
-        return self.tasks_per_block * variant.threads_of_a_task
+        turns_query = variant.rope and variant.op in _CACHE_FORMATS
+        of_a_task = _THREADS_OF_A_TASK[variant.op] + (_TURNING_THREADS if turns_query else 0)
+        return self.tasks_per_block * of_a_task
 
     def grid(self, variant: Variant, num_tokens: int, num_heads: int, num_sms: int) -> Grid:
         """Return the numbers of a launch.

@@ -9,7 +9,6 @@ from k3cupy.accept.gemm import LINEAR, OURS, GemmProblem
 from k3cupy.call.arguments import Values
 from k3cupy.call.choice import LINEAR as FRAMEWORK
 from k3cupy.call.choice import Choice
-from k3cupy.call.operation import Operation
 from k3cupy.call.plans import Plan, PlanCache, stamp
 from k3cupy.choose.gemm import ALL, FUSED_A, NOT_INVARIANT, SKINNY, choose
 from k3cupy.kernels.fused_a_gemm import why_not_mapped
@@ -21,10 +20,7 @@ from k3cupy.runtime.errors import CaptureError, ToolchainError, reject
 from k3cupy.runtime.warn import warn_user
 
 _probe = OURS.arguments.probe
-_OPERATIONS: dict[str, Operation] = {
-    FUSED_A: fused_a_gemm.OPERATION,
-    SKINNY: skinny_gemm.OPERATION,
-}
+_OPERATIONS = {FUSED_A: fused_a_gemm.OPERATION, SKINNY: skinny_gemm.OPERATION}
 _SOURCES = tuple(operation.kernel.SOURCE for operation in _OPERATIONS.values())
 
 
@@ -134,8 +130,7 @@ def explain_low_latency_gemm(
     """
     values = (x, weight, residual, None)
     invariant = batch_invariance.resolved(batch_invariant)
-    problem, choice = _decide(values, invariant, weight_is_static=False)
-    return choice if problem is None else _completed(problem, choice)
+    return _completed(*_decide(values, invariant, weight_is_static=False))
 
 
 def select_backend(
@@ -167,23 +162,15 @@ def select_backend(
     for name, value in (("num_tokens", num_tokens), ("n", n), ("k", k)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             reject(name, "an integer of at least 0", repr(value))
-    gpu = _device_of(device)
-    if gpu is None or 0 in (num_tokens, n, k):
-        return None
-    batch_invariant = batch_invariance.is_batch_invariant()
-    found = choose(
-        ALL, n, k, num_tokens, gpu, residual=has_residual, batch_invariant=batch_invariant
-    )
-    return None if found.is_fallback else found.kernel
-
-
-def _device_of(device: Any) -> DeviceInfo | None:
-    if isinstance(device, DeviceInfo):
-        return device
     try:
-        return devices.info(devices.ordinal_of(device))
+        gpu = device if isinstance(device, DeviceInfo) else devices.info(devices.ordinal_of(device))
     except ToolchainError:
         return None
+    if 0 in (num_tokens, n, k):
+        return None
+    invariant = batch_invariance.is_batch_invariant()
+    found = choose(ALL, n, k, num_tokens, gpu, residual=has_residual, batch_invariant=invariant)
+    return None if found.is_fallback else found.kernel
 
 
 # --- A call --------------------------------------------------------------------------------------
@@ -276,9 +263,9 @@ def _decide(
     return problem, choice
 
 
-def _completed(problem: GemmProblem, choice: Choice) -> Choice:
+def _completed(problem: GemmProblem | None, choice: Choice) -> Choice:
     """Return a choice with the instance and the launch attribute of a call."""
-    if choice.kernel == FRAMEWORK:
+    if problem is None or choice.kernel == FRAMEWORK:
         return choice
     has_pdl = devices.info(problem.x.device_index).has_pdl
     return _OPERATIONS[choice.kernel].complete(problem, choice, has_pdl)

@@ -115,11 +115,7 @@ def warmup(
 
 
 def wanted_of(op: str, options: dict[str, Any]) -> Wanted:
-    """Check the options of a warm-up and return what it will compile.
-
-    Raises:
-        TypeError, ValueError: an option names nothing that exists, or is for another operation.
-    """
+    """Check the options of a warm-up and return what it will compile."""
     if op not in _OPERATIONS:
         reject("op", " or ".join(map(repr, _OPERATIONS)), repr(op))
     known = inspect.signature(_OPERATIONS[op]).parameters
@@ -157,7 +153,9 @@ def _mla_decode(
     flags = map(_several, (rope, kv_inputs_ready, vector))
     variants = [
         mla_decode.Variant(kind, cache == "fp8" if query is None else query, cache, *rest)
-        for kind, query, cache, *rest in itertools.product(_dtypes(dtype), queries, caches, *flags)
+        for kind, query, cache, *rest in itertools.product(
+            _named("dtype", dtype, CTYPES), queries, caches, *flags
+        )
     ]
     if not all(variant.is_valid() for variant in variants):
         reject("query_fp8", "False with an fp8_ds_mla cache", "True")
@@ -187,7 +185,7 @@ def _some_prefill(
     variants = [
         mla_prefill.Variant(op, kind, turned and op in INSERTS, k_pe_fp8, wide)
         for op, kind, turned, wide, k_pe_fp8 in itertools.product(
-            ops, _dtypes(dtype), _several(rope), _several(vector), (False, True)
+            ops, _named("dtype", dtype, CTYPES), _several(rope), _several(vector), (False, True)
         )
     ]
     valid = [variant for variant in variants if variant.is_valid()]
@@ -278,7 +276,7 @@ def _skinny_gemm(
     counts = tokens_of(asked, skinny_gemm.MAX_TOKENS)
     for count in counts:
         check_skinny_config(config, count)
-    kinds = _dtypes(dtype)
+    kinds = _named("dtype", dtype, CTYPES)
 
     def wanted(gpu: DeviceInfo) -> Iterator[Instance]:
         for adds in _several(residual):
@@ -348,16 +346,8 @@ def _named(option: str, value: Names, known: Iterable[str]) -> Sequence[str]:
     return names
 
 
-def _dtypes(dtype: Names) -> Sequence[str]:
-    return _named("dtype", dtype, CTYPES)
-
-
 def shapes_of(shapes: Shapes, k_multiple: int) -> tuple[tuple[int, int], ...]:
-    """Return (N, K) of each weight; None stands for every projection of Kimi-K3.
-
-    Raises:
-        ValueError: there is none, or one that no call can have.
-    """
+    """Return (N, K) of each weight, None for every projection of Kimi-K3; refuse wrong ones."""
     pairs = [(p.n, p.k) for p in projections.shapes()] if shapes is None else list(shapes)
     for pair in pairs:
         if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(map(_is_count, pair))):
@@ -370,11 +360,7 @@ def shapes_of(shapes: Shapes, k_multiple: int) -> tuple[tuple[int, int], ...]:
 
 
 def tokens_of(tokens: Numbers, most: int) -> tuple[int, ...]:
-    """Return the numbers of tokens; None stands for all.
-
-    Raises:
-        ValueError: there is none, or one that no call can have.
-    """
+    """Return the numbers of tokens, None for all; refuse those that no call can have."""
     counts = range(1, most + 1) if tokens is None else _several(tokens)
     for count in counts:
         if not _is_count(count) or count > most:
