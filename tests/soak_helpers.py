@@ -20,6 +20,7 @@ from array_helpers import cupy_of, numpy_of, torch_of
 from gemm_helpers import assert_product, inputs, residual_of
 from helpers import BF16, FP16
 from mla_helpers import FORMS, MlaCall, as_halves, as_list, run_and_check
+from stream_helpers import StreamLike
 from torch import nn
 
 import k3cupy
@@ -180,10 +181,10 @@ def arrays(tokens: int, heads: int, device: str) -> Task:
     def run() -> list[torch.Tensor]:
         if device == "cpu":
             return [torch_of(call.run(**given), FP16)]
-        stream = torch.cuda.current_stream().cuda_stream
         import cupy
 
-        with cupy.cuda.ExternalStream(stream):
+        stream = StreamLike(torch.cuda.current_stream().cuda_stream)
+        with cupy.cuda.Stream.from_external(stream):
             return [torch.from_dlpack(call.run(**given))]
 
     return Task(run, takes_options=False, can_be_captured=False)
@@ -289,9 +290,12 @@ def resident() -> int:
 
 
 class Worker(threading.Thread):
-    """One thread with tasks of its own, two streams, and a few captured graphs."""
+    """One thread with tasks of its own, two streams, and a captured graph of each task.
 
-    MOST_GRAPHS = 6
+    A graph is replayed often and captured anew only once a lap: PyTorch and the driver keep some
+    50 KiB of each one for good, also of graphs without a kernel of ours.
+    """
+
     capturing = threading.Lock()
 
     def __init__(self, soak: Soak, seed: int) -> None:
@@ -321,6 +325,7 @@ class Worker(threading.Thread):
                 for device in dict.fromkeys((self.soak.device, "cpu")):
                     self.make(name, device)
             self.soak.made.wait(600)  # loading a kernel would spoil the capture of another thread
+            self.pool = torch.cuda.graph_pool_handle() if on_gpu else None
             for name in list(self.tasks):
                 self.step(name, "graph" if name.startswith("cuda") else "run")
         stream = streams[0] if on_gpu else None
@@ -337,7 +342,6 @@ class Worker(threading.Thread):
                     self.step(*self.draw())
                 if on_gpu:
                     torch.cuda.current_stream().synchronize()
-        self.rest()
 
     def make(self, name: str, device: str) -> None:
         if device == "cpu" and self.soak.device == "cuda" and len(self.tasks) % 5:
@@ -373,13 +377,10 @@ class Worker(threading.Thread):
 
     def capture(self, name: str, task: Task) -> None:
         """Capture a run, now and then with a refused call in the middle of it."""
-        if len(self.graphs) >= self.MOST_GRAPHS:
-            torch.cuda.current_stream().synchronize()
-            del self.graphs[next(iter(self.graphs))]
         graph = torch.cuda.CUDAGraph()
         with self.capturing:
             gc.disable()  # a graph that the collector frees during a capture would spoil it
-            graph.capture_begin(capture_error_mode="thread_local")
+            graph.capture_begin(self.pool, capture_error_mode="thread_local")
             try:
                 if task.refused is not None and self.random.random() < 0.3:
                     task.refuse()
@@ -390,12 +391,17 @@ class Worker(threading.Thread):
         self.graphs[name] = graph, outs
 
     def rest(self) -> None:
-        """Let go of all that may be let go of, and wait until the soak has looked."""
+        """Wait until the soak has looked, then capture one graph anew."""
         for stream in self.streams:  # not the device, in which another thread may be capturing
             stream.synchronize()
-        self.graphs.clear()
         self.soak.meeting.wait()
         self.soak.meeting.wait()
+        if self.graphs and not self.soak.over.is_set():
+            name = self.random.choice(list(self.graphs))
+            del self.graphs[name]
+            with torch.no_grad(), torch.cuda.stream(self.streams[0]):
+                self.capture(name, self.tasks[name])
+                self.streams[0].synchronize()
 
 
 class Soak:

@@ -142,6 +142,8 @@ DECODE: dict[str, Make] = {
     "fp8": partial(epilogue, "decode-fp8", rope=True),
     "uint8": partial(epilogue, "decode-uint8"),
     "ds_mla": partial(epilogue, "decode-ds_mla"),
+    # Rows of the first launch that the second writes again: it waits, whatever was promised.
+    "two launches": partial(epilogue, "decode", 4200, 1, slots=[i % 4100 for i in range(4200)]),
 }
 PREFILL: dict[str, Make] = {
     "insert": partial(epilogue, "insert"),

@@ -19,10 +19,10 @@ MINUTES = os.environ.get("K3CUPY_SOAK_MINUTES")
 
 @pytest.mark.gpu
 @pytest.mark.timeout(900 + 90 * float(MINUTES or 0))
-@pytest.mark.xdist_group("soak")
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_soak_on_a_gpu() -> None:
     seconds = 60 * float(MINUTES or 1)
-    soak = Soak(TASKS, "cuda", threads=4, seconds=seconds, laps=max(15, int(seconds / 20))).run()
+    soak = Soak(TASKS, "cuda", threads=4, seconds=seconds, laps=max(15, int(seconds / 30))).run()
     assert soak.problems(alone=MINUTES is not None) == []
     assert soak.calls > 50 * len(TASKS)
 
