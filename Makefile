@@ -9,16 +9,20 @@
 #   TORCH_INDEX=URL          one more package index for it, such as PyTorch's own CPU-only index
 #   HYPOTHESIS_PROFILE=fuzz  property tests with new examples, thousands a test
 #   BENCH=prefill            what `make bench` measures: decode (the default), prefill, gemm, linear
+#   HUNT_REPLAYS=5000        how often `make hunt` replays each chain of kernels
+#   SOAK_MINUTES=30          how long `make soak` runs
 #   DEMO_ARGS, TEST_ARGS, BENCH_ARGS   passed on to the demo, to pytest and to the benchmark
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test compile-all lint check-style check-types check-cuda format wheel bench clean
+.PHONY: help demo test compile-all hunt soak lint check-style check-types check-cuda format wheel bench clean
 
 BASE_PYTHON ?= python3
 DEMO_ARGS ?=
 TEST_ARGS ?=
 BENCH ?= decode
 BENCH_ARGS ?=
+HUNT_REPLAYS ?= 5000
+SOAK_MINUTES ?= 30
 CUDA_SOURCES = $(shell find cuda_src -name '*.cu' -o -name '*.cuh')
 
 ifneq ($(strip $(PYTHON)),)
@@ -54,6 +58,12 @@ test: $(DEV_ENV) lint ## Lint, types, every test that this machine can run, the 
 
 compile-all: $(DEV_ENV) ## Compile and inspect every kernel for every architecture: hours of CPU time
 	@cd tests && K3CUPY_COMPILE_ALL=1 $(call pytest,64) -m compiles $(TEST_ARGS)
+
+hunt: $(DEV_ENV) ## Races around every kernel, for HUNT_REPLAYS replays of each chain; needs a GPU
+	@cd tests && K3CUPY_HUNT_REPLAYS=$(HUNT_REPLAYS) $(call pytest,8) -m gpu test_pdl_hunt.py $(TEST_ARGS)
+
+soak: $(DEV_ENV) ## Random calls on threads, streams and graphs for SOAK_MINUTES, and what they leave behind
+	@cd tests && K3CUPY_SOAK_MINUTES=$(SOAK_MINUTES) $(PY) -m pytest -c ../pyproject.toml --rootdir .. -s test_soak.py $(TEST_ARGS)
 
 lint: check-style check-types check-cuda ## Check style, types and the format of the CUDA sources
 

@@ -226,9 +226,18 @@ def reached(
 
 
 def order_problems(
-    program: Sequence[Instruction], *, has_pdl: bool, may_skip_the_wait: bool
+    program: Sequence[Instruction],
+    *,
+    has_pdl: bool,
+    may_skip_the_wait: bool,
+    may_release_early: bool = False,
 ) -> list[str]:
-    """What is wrong with a kernel's order between its predecessor and its consumer."""
+    """What is wrong with a kernel's order between its predecessor and its consumer.
+
+    Args:
+        may_skip_the_wait: some threads read and write without having waited themselves.
+        may_release_early: the consumer may come before the last store, never before the wait.
+    """
     problems = []
     waits = [i for i in program if i.is_wait]
     releases = [n for n, i in enumerate(program) if i.is_release]
@@ -236,11 +245,14 @@ def order_problems(
         problems.append("no dependency wait")
     if not has_pdl and (waits or releases):
         problems.append("instructions for PDL on a GPU that has none")
-    if has_pdl and not may_skip_the_wait:
+    if has_pdl:
         early = reached(program, [0], lambda i: i.is_wait)
-        problems += [f"before the wait: {i}" for i in early if i.is_load or i.is_store]
-    late = reached(program, [n + 1 for n in releases])
-    problems += [f"a store after the release of the consumer: {i}" for i in late if i.is_store]
+        problems += [f"a release before the wait: {i}" for i in early if i.is_release]
+        if not may_skip_the_wait:
+            problems += [f"before the wait: {i}" for i in early if i.is_load or i.is_store]
+    if not may_release_early:
+        late = reached(program, [n + 1 for n in releases])
+        problems += [f"a store after the release of the consumer: {i}" for i in late if i.is_store]
     return problems
 
 
