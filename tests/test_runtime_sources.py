@@ -351,7 +351,7 @@ def test_missing_source(tmp_path: Path) -> None:
         '#if 0\n#include "none.cuh"\n#endif',
         '#if __has_include("none.cuh")\n#include "none.cuh"\n#endif',
         '#define NONE "none.cuh"\n#ifdef NEVER\n#include NONE\n#endif',
-        '#include "/dev/zero"',
+        '#include "/dev/null"',
         '#include "a\0b"',
     ],
 )
