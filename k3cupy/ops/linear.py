@@ -231,8 +231,6 @@ def _make_route(
     problem, choice = _decide(values, batch_invariant, weight_is_static)
     if problem is None or choice.kernel == FRAMEWORK:
         return _counter_of(choice, values), None
-    if sources.overridden() is not None:  # an edited copy that is not there is no fall-back
-        sources.load(_OPERATIONS[choice.kernel].kernel.SOURCE)
     try:
         plan = _OPERATIONS[choice.kernel].plan_of(problem, _completed(problem, choice), stream)
     except CaptureError as error:
@@ -243,6 +241,8 @@ def _make_route(
             f"weight_is_static={weight_is_static})"
         ) from error
     except ToolchainError as error:
+        if sources.overridden() is not None:  # an edited copy that is not there is raised
+            sources.load(_OPERATIONS[choice.kernel].kernel.SOURCE)
         warn_user(f"low-latency linear: {choice.kernel} cannot run: {error}")
         return _counter_of(_fallback(str(error), batch_invariant), values), None
     return _counter_of(choice, values), plan
