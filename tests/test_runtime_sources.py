@@ -18,7 +18,7 @@ from fake_device import CudaTensor
 from toolchain_helpers import copy_of_sources, edit, write
 
 import k3cupy
-from k3cupy.runtime import env, sources
+from k3cupy.runtime import env, instances, sources
 
 SOURCE = "mla_decode.cu"
 KERNELS = ("mla_decode.cu", "mla_prefill.cu", "fused_a_gemm.cu", "skinny_gemm.cu")
@@ -304,6 +304,7 @@ def test_a_gpu_that_needs_a_missing_source_says_so(
     folder = tree if how == "one missing" else tree / "none"
     (tree / "fused_a_gemm.cu").unlink()
     DispatchDevice(monkeypatch)
+    monkeypatch.setattr(instances, "load", lambda instance, _: sources.load(instance.source))
     x = CudaTensor.of(torch.empty(4, 1536, dtype=torch.bfloat16), 0)
     weight = CudaTensor.of(torch.empty(2304, 1536, dtype=torch.bfloat16), 0)
     monkeypatch.setenv("K3CUPY_SOURCE_DIR", str(folder))
