@@ -1,8 +1,8 @@
 """The user cache: measurements of this machine's GPUs, one table a family of kernels and GPU.
 
-A file that cannot be used is ignored with one warning that names it. Writers take a lock beside the
-file, read it again, add to it, and put a whole new file in its place, so that readers need no lock
-and several processes may measure at once.
+A file that cannot be used is ignored with one warning that names it, and so are bad entries.
+Writers take a lock beside the file, read it again, add to it, and put a whole new file in its
+place, so that readers need no lock and several processes may measure at once.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import functools
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -31,9 +30,11 @@ from k3cupy.choose.table import (
 )
 from k3cupy.runtime import env
 from k3cupy.runtime.devices import DeviceInfo
+from k3cupy.runtime.errors import shown
 from k3cupy.runtime.warn import warn_user
 
 _LOCK_SECONDS = 60
+_MOST_BYTES = 1 << 26
 
 
 def directory() -> Path:
@@ -43,7 +44,7 @@ def directory() -> Path:
         import platformdirs  # only here, because a process that names a folder need not wait for it
 
         named = platformdirs.user_cache_dir("k3cupy")
-    return Path(os.path.expanduser(named)) / f"tables-v{SCHEMA}"
+    return Path(named) / f"tables-v{SCHEMA}"
 
 
 def path_of(family: str, gpu: str) -> Path:
@@ -61,12 +62,13 @@ def table(family: str, gpu: str) -> Table:
     try:
         problems = _problems(path, gpu)
     except OSError as error:
-        _warn(path, f"the file is ignored, it cannot be read ({error})")
+        _warn(path, "file", f"the file is ignored, it cannot be read ({error})")
         problems = {}
     digest = kernels_digest(family) if problems else ""
-    every = [row for rows in problems.values() for row in rows]
-    if every and not any(isinstance(r, dict) and r.get("sources") == digest for r in every):
-        _warn(path, "all entries are ignored, they are of the kernels of another version")
+    every = [row for rows in problems.values() for row in rows if isinstance(row, dict)]
+    if every and not any(row.get("sources") == digest for row in every):
+        told = "all entries are ignored, they are of the kernels of another version"
+        _warn(path, "version", told)
 
     def read(problem: str, rows: Iterable[Any]) -> dict[int, Entry]:
         found = _entries(path, problem, rows)
@@ -95,7 +97,7 @@ def add(family: str, entries: Iterable[Entry], gpu: DeviceInfo) -> Path | None:
     ]
     header = header_of(family, gpu, "Measured on this machine by `python -m k3cupy tune`.")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _at_home(path).parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{path}.lock", timeout=_LOCK_SECONDS):
             problems = _problems(path, gpu.name)
             known = [entry for each in problems for entry in _entries(path, each, problems[each])]
@@ -104,6 +106,7 @@ def add(family: str, entries: Iterable[Entry], gpu: DeviceInfo) -> Path | None:
     except OSError as error:  # a lock that nobody lets go is an OSError too
         _warn(
             path,
+            "write",
             f"nothing was kept, the file cannot be written ({error})",
             "Set K3CUPY_CACHE_DIR to a folder that can",
         )
@@ -119,13 +122,17 @@ def reload() -> None:
 def _problems(path: Path, gpu: str) -> dict[str, list[Any]]:
     """Return what a file has of each problem: nothing where there is none, or of something else."""
     try:
+        if _at_home(path).stat().st_size > _MOST_BYTES:
+            raise ValueError(f"expected at most {_MOST_BYTES} bytes")
+        if not path.is_file():  # reading from a pipe or a device might never end
+            raise OSError("it is no regular file")
         header, problems = parts_of(path.read_text("utf-8", "replace"))  # no text is no JSON either
         if header["gpu"] != gpu:
-            raise ValueError(f"expected measurements of {gpu}, got {header['gpu']!r:.100}")
+            raise ValueError(f"expected measurements of {gpu}, got {shown(header['gpu'])}")
     except FileNotFoundError:
         return {}
     except ValueError as error:
-        _warn(path, f"the file is ignored, it is no table of this version ({error})")
+        _warn(path, "file", f"the file is ignored, it is no table of this version ({error})")
         return {}
     return problems
 
@@ -137,22 +144,43 @@ def _entries(path: Path, problem: str, rows: Iterable[Any]) -> list[Entry]:
         try:
             found.append(entry_of(problem, row))
         except ValueError as error:
-            _warn(path, f"an entry of {problem} is ignored, it cannot be used ({error})")
+            told = f"an entry of {problem:.80} is ignored, it cannot be used ({error})"
+            _warn(path, "entry", told)
     return found
 
 
+def _at_home(path: Path) -> Path:
+    """Return a path; of a user without a home, ``~`` would be a folder of the working directory.
+
+    Raises:
+        FileNotFoundError: it begins with ``~``.
+    """
+    if path.parts[0].startswith("~"):
+        raise FileNotFoundError(f"{path.parts[0]} is nobody's home")
+    return path
+
+
 def _replace(path: Path, text: str) -> None:
-    new = path.with_suffix(f".{os.getpid()}.tmp")
+    import tempfile  # only here
+
+    descriptor, new = tempfile.mkstemp(".tmp", dir=path.parent)  # follows no link
     try:
-        new.write_text(text, encoding="utf-8")
-        new.chmod(0o644)  # a service may read what its owner measured
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(new, 0o644)  # a service may read what its owner measured
         os.replace(new, path)
     finally:
         with contextlib.suppress(OSError):
-            new.unlink()
+            os.unlink(new)
 
 
-@functools.cache
-def _warn(path: Path, problem: str, hint: str = "`python -m k3cupy tune` measures anew") -> None:
-    """Warn once for a file and what is wrong with it."""
-    warn_user(f"measurements in {path}: {problem}. {hint}")
+_warned: set[tuple[Path, str]] = set()
+
+
+def _warn(
+    path: Path, kind: str, problem: str, hint: str = "`python -m k3cupy tune` measures anew"
+) -> None:
+    """Warn of a file, once for each kind of problem."""
+    if (path, kind) not in _warned:
+        _warned.add((path, kind))
+        warn_user(f"measurements in {path}: {problem}. {hint}")
