@@ -10,6 +10,7 @@ from typing import IO, Any
 
 from k3cupy.runtime import devices, sources, toolchain
 from k3cupy.runtime.errors import ToolchainError
+from k3cupy.runtime.text import printable
 
 _PACKAGES = (
     "k3cupy",
@@ -67,7 +68,7 @@ def show_config(file: IO[str] | None = None) -> None:
     for name, value in rows:
         lines = value if isinstance(value, list) else [value]
         for label, line in zip([name, *[""] * len(lines)], lines or [""], strict=False):
-            print(f"{label:<18}{line}".rstrip(), file=file or sys.stdout)
+            print(printable(f"{label:<18}{line}".rstrip(), file), file=file or sys.stdout)
 
 
 def _backend() -> tuple[str, str, list[str]]:
