@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from k3cupy.runtime.text import plain
+from k3cupy.runtime.text import plain, printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -112,8 +112,8 @@ class LinearReport:
         for header in ("layer", "count", "N x K", "on", "kernel and its numbers of tokens"):
             table.add_column(header, justify="right" if header == "count" else "left")
         for name, example, count in self._lines():
-            # As texts: in a string rich looks for markup.
-            table.add_row(*map(Text, (name, str(count), *_cells(example))))
+            cells = map(printable, (name, str(count), *_cells(example)))
+            table.add_row(*map(Text, cells))  # in a string rich looks for markup
         return table
 
     def __str__(self) -> str:
