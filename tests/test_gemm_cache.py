@@ -261,7 +261,9 @@ def test_a_bad_entry_is_left_out_and_the_others_stay(name: str, path: Path) -> N
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         table = cache.table("gemm", NAME)
-    with pytest.warns(UserWarning, match=rf"an entry of {PROBLEM} is ignored") as caught:
+    with pytest.warns(
+        UserWarning, match=rf"bad entries are ignored, as one of {PROBLEM} "
+    ) as caught:
         for again in (table, cache.table("gemm", NAME)):
             assert list(again.entries(PROBLEM)) == [16]
     assert len(caught) == 1
@@ -278,7 +280,7 @@ def test_many_bad_entries_are_one_warning(path: Path) -> None:
     bad = [{**good, "size": -i} for i in range(100)]
     problems = {PROBLEM: [*bad, good], "bfloat16 16x128": bad}
     path.write_text(json.dumps({**document, "problems": problems}))
-    with pytest.warns(UserWarning, match="an entry of") as caught:
+    with pytest.warns(UserWarning, match="bad entries are ignored") as caught:
         assert [entry.size for entry in cache.table("gemm", NAME)] == [16]
     assert len(caught) == 1
 
@@ -294,7 +296,7 @@ def test_a_number_of_400_digits_is_no_size_of_an_epilogue(family: str, path: Pat
     path.write_text(json.dumps(document))
     cache.reload()
     expected = configs(family, entry.problem)
-    with pytest.warns(UserWarning, match=f"an entry of {re.escape(entry.problem)} is ignored"):
+    with pytest.warns(UserWarning, match=f"ignored, as one of {re.escape(entry.problem)}"):
         assert configs(family, entry.problem, H200) == expected
 
 
@@ -363,19 +365,31 @@ def test_a_link_in_the_way_is_not_followed(path: Path) -> None:
     assert precious.read_text() == "as it was"
 
 
-def test_a_user_without_a_home(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("named", ["~nobody-of-this-name", None])
+def test_a_user_without_a_home(
+    named: str | None, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No folder named `~` in the working directory is read, and none is made."""
-    written(path)
-    folder = path.parents[2]
+    import pwd
+
+    def unknown(_: int) -> Any:
+        raise KeyError
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("HOME", "XDG_CACHE_HOME", "K3CUPY_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    if named is not None:
+        monkeypatch.setenv("K3CUPY_CACHE_DIR", named)
+    folder = path.parents[3]
     monkeypatch.chdir(folder)
-    (folder / "tables-v2").rename(folder / "measured")
-    (folder / "~nobody-of-this-name").mkdir()
-    (folder / "measured").rename(folder / "~nobody-of-this-name/tables-v2")
-    monkeypatch.setenv("K3CUPY_CACHE_DIR", "~nobody-of-this-name")
+    home = folder / (named or "~/.cache/k3cupy")
+    planted = home / "tables-v2/nvidia_h200/gemm.json"
+    planted.parent.mkdir(parents=True)
+    planted.write_text("not to be read")
     assert quiet_read() == ()
-    with pytest.warns(UserWarning, match="nothing was kept.*is nobody's home"):
+    with pytest.warns(UserWarning, match="nothing was kept.*Set K3CUPY_CACHE_DIR"):
         assert cache.add("gemm", [measured(32)], H200) is None
-    assert [file.name for file in folder.iterdir()] == ["~nobody-of-this-name"]
+    assert [file for file in folder.rglob("*") if file.is_file()] == [planted]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everywhere")

@@ -35,6 +35,8 @@ from k3cupy.runtime.warn import warn_user
 
 _LOCK_SECONDS = 60
 _MOST_BYTES = 1 << 26
+_NOWHERE = Path(os.devnull)
+"""The folder of a user without a home: ``~`` would be one of the working directory."""
 
 
 def directory() -> Path:
@@ -43,8 +45,11 @@ def directory() -> Path:
     if not named:
         import platformdirs  # only here, because a process that names a folder need not wait for it
 
-        named = platformdirs.user_cache_dir("k3cupy")
-    return Path(named) / f"tables-v{SCHEMA}"
+        try:
+            named = platformdirs.user_cache_dir("k3cupy")
+        except RuntimeError:  # there is no home; older versions return the "~" of it
+            return _NOWHERE
+    return _NOWHERE if named.startswith("~") else Path(named, f"tables-v{SCHEMA}")
 
 
 def path_of(family: str, gpu: str) -> Path:
@@ -62,13 +67,12 @@ def table(family: str, gpu: str) -> Table:
     try:
         problems = _problems(path, gpu)
     except OSError as error:
-        _warn(path, "file", f"the file is ignored, it cannot be read ({error})")
+        _warn(path, f"the file is ignored, it cannot be read ({error})")
         problems = {}
     digest = kernels_digest(family) if problems else ""
     every = [row for rows in problems.values() for row in rows if isinstance(row, dict)]
     if every and not any(row.get("sources") == digest for row in every):
-        told = "all entries are ignored, they are of the kernels of another version"
-        _warn(path, "version", told)
+        _warn(path, "all entries are ignored, they are of the kernels of another version")
 
     def read(problem: str, rows: Iterable[Any]) -> dict[int, Entry]:
         found = _entries(path, problem, rows)
@@ -97,7 +101,7 @@ def add(family: str, entries: Iterable[Entry], gpu: DeviceInfo) -> Path | None:
     ]
     header = header_of(family, gpu, "Measured on this machine by `python -m k3cupy tune`.")
     try:
-        _at_home(path).parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{path}.lock", timeout=_LOCK_SECONDS):
             problems = _problems(path, gpu.name)
             known = [entry for each in problems for entry in _entries(path, each, problems[each])]
@@ -106,7 +110,6 @@ def add(family: str, entries: Iterable[Entry], gpu: DeviceInfo) -> Path | None:
     except OSError as error:  # a lock that nobody lets go is an OSError too
         _warn(
             path,
-            "write",
             f"nothing was kept, the file cannot be written ({error})",
             "Set K3CUPY_CACHE_DIR to a folder that can",
         )
@@ -121,8 +124,10 @@ def reload() -> None:
 
 def _problems(path: Path, gpu: str) -> dict[str, list[Any]]:
     """Return what a file has of each problem: nothing where there is none, or of something else."""
+    if _NOWHERE in path.parents:
+        return {}
     try:
-        if _at_home(path).stat().st_size > _MOST_BYTES:
+        if path.stat().st_size > _MOST_BYTES:
             raise ValueError(f"expected at most {_MOST_BYTES} bytes")
         if not path.is_file():  # reading from a pipe or a device might never end
             raise OSError("it is no regular file")
@@ -132,7 +137,7 @@ def _problems(path: Path, gpu: str) -> dict[str, list[Any]]:
     except FileNotFoundError:
         return {}
     except ValueError as error:
-        _warn(path, "file", f"the file is ignored, it is no table of this version ({error})")
+        _warn(path, f"the file is ignored, it is no table of this version ({error})")
         return {}
     return problems
 
@@ -144,20 +149,8 @@ def _entries(path: Path, problem: str, rows: Iterable[Any]) -> list[Entry]:
         try:
             found.append(entry_of(problem, row))
         except ValueError as error:
-            told = f"an entry of {problem:.80} is ignored, it cannot be used ({error})"
-            _warn(path, "entry", told)
+            _warn(path, f"bad entries are ignored, as one of {problem:.80} ({error})")
     return found
-
-
-def _at_home(path: Path) -> Path:
-    """Return a path; of a user without a home, ``~`` would be a folder of the working directory.
-
-    Raises:
-        FileNotFoundError: it begins with ``~``.
-    """
-    if path.parts[0].startswith("~"):
-        raise FileNotFoundError(f"{path.parts[0]} is nobody's home")
-    return path
 
 
 def _replace(path: Path, text: str) -> None:
@@ -177,10 +170,9 @@ def _replace(path: Path, text: str) -> None:
 _warned: set[tuple[Path, str]] = set()
 
 
-def _warn(
-    path: Path, kind: str, problem: str, hint: str = "`python -m k3cupy tune` measures anew"
-) -> None:
-    """Warn of a file, once for each kind of problem."""
-    if (path, kind) not in _warned:
-        _warned.add((path, kind))
+def _warn(path: Path, problem: str, hint: str = "`python -m k3cupy tune` measures anew") -> None:
+    """Warn of a file, once for what becomes of it: the problem up to its first comma."""
+    key = path, problem.partition(",")[0]
+    if key not in _warned:
+        _warned.add(key)
         warn_user(f"measurements in {path}: {problem}. {hint}")
