@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner
@@ -79,6 +80,13 @@ def test_unknown_command() -> None:
     code, output = run("no-such-thing")
     assert code == 2
     assert "No such command" in output
+
+
+def test_a_name_that_the_terminal_cannot_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an hour of measuring, the last line of it must not be an error."""
+    monkeypatch.setattr(k3cupy, "show_config", lambda: click.echo("wrote größe-名.json"))
+    result = CliRunner(charset="cp1252").invoke(main, ["show-config"])
+    assert (result.exit_code, result.output) == (0, "wrote größe-\\u540d.json\n")
 
 
 # show-config

@@ -18,6 +18,7 @@ import k3cupy
 from k3cupy import Choice, DispatchReport, LinearReport
 from k3cupy.ops.dispatch_report import ReportRow
 from k3cupy.runtime import config
+from k3cupy.runtime.errors import shown
 from k3cupy.runtime.text import printable
 from k3cupy.torch.linear_report import LayerReport, Span
 from k3cupy.tuning.report import TuneReport
@@ -134,3 +135,32 @@ def test_a_text_is_for_the_file_that_it_goes_to() -> None:
     file = io.TextIOWrapper(io.BytesIO(), encoding="cp1252")
     assert printable("ü名", file) == "ü\\u540d"
     assert printable("ü名", io.StringIO()) == "ü名"
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("short", "'short'"),
+        ("x" * 5_000_000, "'xxx"),
+        (10**400, "1000"),
+        (10**5000, "an integer of 16610 bits"),
+        (None, "None"),
+        ([[[[[[10**5000]]]]]], "[[[[...]]]]"),
+        ({"a": ["b" * 5_000_000] * 100}, "{'a': ['bbb"),
+    ],
+    ids=["text", "5 MB", "400 digits", "5000 digits", "None", "nested", "many"],
+)
+def test_a_value_is_quoted_in_bounded_length(value: Any, expected: str) -> None:
+    assert shown(value).startswith(expected)
+    assert len(shown(value)) < 700
+
+
+def test_no_message_quotes_a_long_value_whole() -> None:
+    long = "x" * 5_000_000
+    with pytest.raises(
+        ValueError, match=r"^op: expected 'mla_decode' or .*, got 'xxx.* \.\.\. x+'$"
+    ):
+        k3cupy.warmup(long)
+    with pytest.raises(ValueError, match=r"^dtype: expected .*, got 'xxx") as caught:
+        k3cupy.warmup(dtype=long)
+    assert len(str(caught.value)) < 500
