@@ -108,11 +108,8 @@ def add(family: str, entries: Iterable[Entry], gpu: DeviceInfo) -> Path | None:
             merged = {entry.key: entry for entry in (*known, *dated)}
             _replace(path, table_text(header, merged.values()))
     except OSError as error:  # a lock that nobody lets go is an OSError too
-        _warn(
-            path,
-            f"nothing was kept, the file cannot be written ({error})",
-            "Set K3CUPY_CACHE_DIR to a folder that can",
-        )
+        told = f"nothing was kept, the file cannot be written ({error})"
+        _warn(path, told, "Set K3CUPY_CACHE_DIR to a folder that can")
         return None
     return path
 
