@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from k3cupy.runtime import toolchain
-from k3cupy.runtime.errors import ToolchainError
+from k3cupy.runtime.errors import ToolchainError, reject
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,9 @@ def count() -> int:
     except ToolchainError:
         raise
     except Exception as error:  # CuPy's own classes, which exist only once it is imported
-        raise ToolchainError(f"the driver gives no GPU ({error})") from error
+        # CUDA's own words for no driver are those for an old one.
+        why = error if toolchain.driver_release() else toolchain.NO_DRIVER
+        raise ToolchainError(f"the driver gives no GPU ({why})") from error
     if number == 0:
         raise ToolchainError("the driver gives no GPU")
     return number
@@ -95,7 +97,7 @@ def ordinal_of(device: Any) -> int:
     if index is None:
         index = toolchain.cupy().cuda.runtime.getDevice()
     if kind != "cuda" or not isinstance(index, int) or not 0 <= index < number:
-        raise ValueError(f"device: expected a GPU ordinal below {number}, got {device!r}")
+        reject("device", f"a GPU ordinal below {number}", repr(device))
     return int(index)
 
 

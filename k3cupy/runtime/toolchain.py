@@ -174,6 +174,41 @@ def program_options(source_directory: Path, file: str, arch: str) -> Any:
     return cuda_core().ProgramOptions(name=name, arch=arch, **fields)
 
 
+def nvrtc_version() -> tuple[int, int]:
+    """Return the release of NVRTC.
+
+    Raises:
+        ToolchainError: there is no NVRTC.
+    """
+    try:
+        major, minor = cupy().cuda.nvrtc.getVersion()
+    except ToolchainError:
+        raise
+    except Exception as error:  # a class of cuda-pathfinder, or CuPy's RuntimeError
+        raise no_nvrtc(error) from error
+    return major, minor
+
+
+def no_nvrtc(error: Exception) -> ToolchainError:
+    """Return the error of a machine without NVRTC."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return ToolchainError(
+        f"NVRTC, the compiler of CUDA sources, does not load ({lines[0]}); {INSTALL_HINT}"
+    )
+
+
+NO_DRIVER = (
+    "there is no NVIDIA driver here; install one, or give the container its GPUs "
+    "(`docker run --gpus all`)"
+)
+
+
+def driver_release() -> tuple[int, int] | None:
+    """Return the CUDA release of the driver, or None where there is no driver."""
+    number = cupy().cuda.runtime.driverGetVersion()
+    return release(number) if number else None
+
+
 def describe_versions(nvrtc: tuple[int, int] | None) -> str:
     """Return one sentence on NVRTC and header releases, for a compile error."""
     headers = header_version()
