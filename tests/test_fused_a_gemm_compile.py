@@ -229,6 +229,17 @@ def test_x_by_the_copy_engine(arch: str) -> None:
         assert sum(i.base == "LDGSTS" for i in program) == weight_copies
 
 
+@one_worker
+@pytest.mark.parametrize(
+    "instance", (*CLUSTERS, *RESIDUALS, *BY_THE_ENGINE), ids=lambda instance: instance.name
+)
+def test_case47_no_sum_is_flushed(instance: Reached) -> None:
+    """The compilers are told to flush; the additions of sums and residual say that they do not."""
+    program = program_of(instance)
+    assert sum(i.base == "FADD" for i in program) >= 2
+    assert not [str(i) for i in program if i.flushes]
+
+
 # Products of a warpgroup
 
 
@@ -240,6 +251,7 @@ def check_products_of_a_warpgroup(wanted: list[Reached]) -> None:
         assert not code_problems(code.program, instance.variant, "sm_90a", "HGMMA"), instance.name
         assert not instance.resource_problems(code.used, "sm_90a"), instance.name
         assert "LDSM" not in {i.base for i in code.program}
+        assert not [str(i) for i in code.program if i.flushes], instance.name
         products = sum(i.base == "HGMMA" for i in code.program)
         waits = sum(i.opcode.startswith("WARPGROUP.DEPBAR") for i in code.program)
         rows = 16 if config.product == "warpgroup" else config.tile_n // (config.warps_n // 4) // 4
