@@ -9,14 +9,18 @@
 #   TORCH_INDEX=URL          one more package index for it, such as PyTorch's own CPU-only index
 #   HYPOTHESIS_PROFILE=fuzz  property tests with new examples, thousands a test
 #   BENCH=prefill            what `make bench` measures: decode (the default), prefill, gemm, linear
+#   TOOLS="memcheck racecheck"   the tools of `make sanitize` (default: all four)
+#   SANITIZE_ARGS="-m gpu"       the tests that they watch, for pytest (default: every kernel once)
 #   DEMO_ARGS, TEST_ARGS, BENCH_ARGS   passed on to the demo, to pytest and to the benchmark
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test compile-all lint check-style check-types check-cuda format wheel bench clean
+.PHONY: help demo test compile-all sanitize lint check-style check-types check-cuda format wheel bench clean
 
 BASE_PYTHON ?= python3
 DEMO_ARGS ?=
 TEST_ARGS ?=
+TOOLS ?=
+SANITIZE_ARGS ?=
 BENCH ?= decode
 BENCH_ARGS ?=
 CUDA_SOURCES = $(shell find cuda_src -name '*.cu' -o -name '*.cuh')
@@ -54,6 +58,10 @@ test: $(DEV_ENV) lint ## Lint, types, every test that this machine can run, the 
 
 compile-all: $(DEV_ENV) ## Compile and inspect every kernel for every architecture: hours of CPU time
 	@cd tests && K3CUPY_COMPILE_ALL=1 $(call pytest,64) -m compiles $(TEST_ARGS)
+
+sanitize: $(DEV_ENV) ## Run every kernel under compute-sanitizer, and faults that it must notice
+	@$(if $(PREPARED),,$(PIP) "nvidia-cuda-sanitizer-api>=13.5")
+	@cd tests && $(PY) sanitize.py $(if $(TOOLS),--tools "$(TOOLS)") -- $(SANITIZE_ARGS)
 
 lint: check-style check-types check-cuda ## Check style, types and the format of the CUDA sources
 

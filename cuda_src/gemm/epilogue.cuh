@@ -107,8 +107,7 @@ __device__ __forceinline__ void store_sums(StoredShare<Tile, kHasResidual>& stor
                                            const BlockMemory<Tile>& memory,
                                            const TokenRows<__nv_bfloat16>& out,
                                            unsigned int num_tokens) {
-  const auto store = [&](unsigned int token, unsigned int row, float total,
-                         __nv_bfloat16 addend) {
+  const auto store = [&](unsigned int token, unsigned int row, float total, __nv_bfloat16 addend) {
     if (row < share.rows) {
       if constexpr (kHasResidual) total = add(total, __bfloat162float(addend));
       out.data[token * out.row_stride + share.first_row + row] = __float2bfloat16(total);
