@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,10 @@ def test_a_residual_is_loaded_behind_a_wait(instance: Reached) -> None:
     assert len(loads) == shares
     assert waits[-1] < loads[0]
     assert loads[-1] < barriers[-1], "they are on their way while others multiply"
+    for n in loads:
+        loaded = program[n].operands.partition(",")[0]
+        uses = [i for i in program[n + 1 : loads[-1]] if re.search(rf"\b{loaded}\b", i.operands)]
+        assert not uses, f"{program[n]} is awaited before the last of them is asked for"
 
 
 @one_worker
