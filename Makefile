@@ -11,14 +11,18 @@
 #   BENCH=prefill            what `make bench` measures: decode (the default), prefill, gemm, linear
 #   HUNT_REPLAYS=5000        how often `make hunt` replays each chain of kernels
 #   SOAK_MINUTES=30          how long `make soak` runs
+#   TOOLS="memcheck racecheck"   the tools of `make sanitize` (default: all four)
+#   SANITIZE_ARGS="-m gpu"       the tests that they watch, for pytest (default: every kernel once)
 #   DEMO_ARGS, TEST_ARGS, BENCH_ARGS   passed on to the demo, to pytest and to the benchmark
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test compile-all hunt soak lint check-style check-types check-cuda format wheel bench clean
+.PHONY: help demo test compile-all hunt soak sanitize lint check-style check-types check-cuda format wheel bench clean
 
 BASE_PYTHON ?= python3
 DEMO_ARGS ?=
 TEST_ARGS ?=
+TOOLS ?=
+SANITIZE_ARGS ?=
 BENCH ?= decode
 BENCH_ARGS ?=
 HUNT_REPLAYS ?= 5000
@@ -64,6 +68,10 @@ hunt: $(DEV_ENV) ## Races around every kernel, for HUNT_REPLAYS replays of each 
 
 soak: $(DEV_ENV) ## Random calls on threads, streams and graphs for SOAK_MINUTES, and what they leave behind
 	@cd tests && K3CUPY_SOAK_MINUTES=$(SOAK_MINUTES) $(PY) -m pytest -c ../pyproject.toml --rootdir .. -s test_soak.py $(TEST_ARGS)
+
+sanitize: $(DEV_ENV) ## Run every kernel under compute-sanitizer, and faults that it must notice
+	@$(if $(PREPARED),,$(PIP) "nvidia-cuda-sanitizer-api>=13.5")
+	@cd tests && $(PY) sanitize.py $(if $(TOOLS),--tools "$(TOOLS)") -- $(SANITIZE_ARGS)
 
 lint: check-style check-types check-cuda ## Check style, types and the format of the CUDA sources
 

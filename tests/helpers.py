@@ -60,7 +60,7 @@ class Guarded:
         itemsize = torch.empty((), dtype=dtype).element_size()
         span = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
         content = max(span, 0) * itemsize if 0 not in self.shape else 0
-        total = 2 * GUARD_BYTES + (shift + content + 63) // 64 * 64
+        total = 2 * GUARD_BYTES + (shift + content + 7) // 8 * 8
         if fill is None:
             self.storage = (torch.arange(total, device=device) % 251).to(torch.uint8)
         else:

@@ -18,7 +18,7 @@ import torch
 from array_helpers import jax_of, numpy_of, torch_of
 from dispatch_helpers import DispatchDevice, only_row, says
 from fake_device import H200
-from gemm_helpers import fresh_plans, inputs, normal
+from gemm_helpers import fresh_plans, inputs, normal, unread
 from gemm_table_helpers import measured, second, user_cache
 from helpers import BF16, FP16, Producer, refused
 
@@ -177,6 +177,26 @@ def test_promises_residual_and_layout_reach_the_instance(gpu: DispatchDevice) ->
     variant = fused_a_gemm.Variant(False, True, True, True)
     wanted = choose(ALL, N, K, 16, H200, residual=True)
     assert gpu.loaded == [wanted.config.name_expression(variant)]
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 16, 64])
+def test_case45_x_and_residual_in_one_buffer(gpu: DispatchDevice, tokens: int) -> None:
+    """What is chosen for packed tensors is chosen for them, and gets their places and strides."""
+    n, k = 7168, 3584
+    both, weight = unread(tokens, n + k), unread(n, k)
+    x, residual = both[:, :k], both[:, k:]
+    packed = (unread(tokens, k), weight, unread(tokens, n))
+    want = k3cupy.explain_low_latency_gemm(*packed)
+    choice = k3cupy.explain_low_latency_gemm(x, weight, residual)
+    assert (choice.kernel, choice.config, choice.reason) == (want.kernel, want.config, want.reason)
+    assert choice.kernel in ("fused_a", "skinny")
+    out = k3cupy.try_low_latency_gemm(x, weight, residual)
+    assert out.shape == (tokens, n)
+    ((_, arguments),) = gpu.launches
+    for tensor in (x, weight, residual, out):
+        assert tensor.data_ptr() in arguments
+    if tokens > 1:
+        assert arguments.count(n + k) == 2, "the row strides of x and of the residual"
 
 
 def test_skinny_is_reached(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,10 @@ def test_a_residual_is_loaded_behind_a_wait(instance: Reached) -> None:
     assert len(loads) == shares
     assert waits[-1] < loads[0]
     assert loads[-1] < barriers[-1], "they are on their way while others multiply"
+    for n in loads:
+        loaded = program[n].operands.partition(",")[0]
+        uses = [i for i in program[n + 1 : loads[-1]] if re.search(rf"\b{loaded}\b", i.operands)]
+        assert not uses, f"{program[n]} is awaited before the last of them is asked for"
 
 
 @one_worker
@@ -234,6 +239,17 @@ def test_x_by_the_copy_engine(arch: str) -> None:
         assert sum(i.base == "LDGSTS" for i in program) == weight_copies
 
 
+@one_worker
+@pytest.mark.parametrize(
+    "instance", (*CLUSTERS, *RESIDUALS, *BY_THE_ENGINE), ids=lambda instance: instance.name
+)
+def test_case47_no_sum_is_flushed(instance: Reached) -> None:
+    """The compilers are told to flush; the additions of sums and residual say that they do not."""
+    program = program_of(instance)
+    assert sum(i.base == "FADD" for i in program) >= 2
+    assert not [str(i) for i in program if i.flushes]
+
+
 # Products of a warpgroup
 
 
@@ -245,6 +261,7 @@ def check_products_of_a_warpgroup(wanted: list[Reached]) -> None:
         assert not code_problems(code.program, instance.variant, "sm_90a", "HGMMA"), instance.name
         assert not instance.resource_problems(code.used, "sm_90a"), instance.name
         assert "LDSM" not in {i.base for i in code.program}
+        assert not [str(i) for i in code.program if i.flushes], instance.name
         products = sum(i.base == "HGMMA" for i in code.program)
         waits = sum(i.opcode.startswith("WARPGROUP.DEPBAR") for i in code.program)
         rows = 16 if config.product == "warpgroup" else config.tile_n // (config.warps_n // 4) // 4

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from gemm_helpers import assert_product, inputs, op, run_and_check, same_bits, transposed_op
-from helpers import run_child
+from helpers import BF16, run_child
 from stream_helpers import assert_capture_asks_for_a_warmup, captured
+from test_every_kernel_gpu import FUSED_A
 
 import k3cupy
 from k3cupy.kernels import fused_a_gemm
@@ -86,6 +88,40 @@ def test_more_than_48_kib_of_shared_memory_in_any_order() -> None:
     assert limit >= deep.shared_bytes
     loaded.allow_shared_memory(1024)
     assert loaded.function.max_dynamic_shared_size_bytes == limit
+
+
+# Subnormal numbers
+
+
+def subnormal_cases(tokens: int, n: int, k: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    """x, weight and residual, exact in bf16, whose sums are exact in fp32, all below 2^-126."""
+    x, weight, residual = torch.zeros(tokens, k), torch.zeros(n, k), torch.zeros(tokens, n)
+    yield x, weight, residual + 5.5e-40
+    for column in (0, k // 2 + 3, k - 1):
+        one = x.clone(), weight.clone()
+        for matrix in one:
+            matrix[:, column] = 2.0**-65
+        yield *one, residual
+        yield *one, residual - 2.0**-132
+    yield x + 2.0**-133, weight + 2.0**-4, residual
+    yield x + 2.0**-70, weight + 2.0**-68, residual
+    x[:, 0] = x[:, -1] = 2.0**-60
+    weight[:, 0], weight[:, -1] = 2.0**-60, -(2.0**-60) * (1 - 2**-7)
+    yield x, weight, residual
+
+
+@pytest.mark.parametrize("name", FUSED_A)
+def test_case47_no_form_flushes(name: str) -> None:
+    """Neither the tensor cores nor the sums of warps and blocks nor the residual."""
+    config = FUSED_A[name]
+    for row, case in enumerate(subnormal_cases(5, 48, 1104)):
+        x, weight, residual = (t.to(BF16) for t in case)
+        want = (x.double() @ weight.double().T + residual.double()).to(BF16)
+        assert 0 < want.double().abs().min() <= want.double().abs().max() < 2**-126
+        x, weight, residual = (t.cuda() for t in (x, weight, residual))
+        same_bits(op(x, weight, residual, config=config), want, f"case {row}")
+        if not residual.any():
+            same_bits(op(x, weight, config=config), want, f"case {row} without a residual")
 
 
 # Graphs

@@ -220,6 +220,22 @@ def test_infinities_are_those_of_the_reference(device: str, gemm: Gemm, dtype: t
     assert torch.equal(out[3, 1:], torch.full((7,), 64.0, dtype=dtype))
 
 
+@each_gemm_and_dtype
+def test_case47_subnormals_are_kept(device: str, gemm: Gemm, dtype: torch.dtype) -> None:
+    """A residual on a product of zeros, and a product of their size, alone and with a residual."""
+    least = {BF16: 2.0**-133, FP16: 2.0**-24}[dtype]
+    x = torch.zeros(3, 64, dtype=dtype, device=device)
+    weight = torch.zeros(16, 64, dtype=dtype, device=device)
+    residual = (torch.arange(1, 49).reshape(3, 16) * least).to(dtype).to(device)
+    same_bits(gemm(x, weight, residual=residual), residual)
+    factor = {BF16: 2.0**-65, FP16: 2.0**-11}[dtype]
+    x[:, 5], weight[:, 5] = factor, 8 * least / factor
+    want = torch.full((3, 16), 8 * least, dtype=dtype, device=device)
+    same_bits(gemm(x, weight), want)
+    want = ((torch.arange(1, 49).reshape(3, 16) + 8) * least).to(dtype)
+    same_bits(gemm(x, weight, residual=residual), want)
+
+
 # Bits
 
 

@@ -212,6 +212,94 @@ def test_threads_that_share_a_cold_kernel(gemm: Gemm) -> None:
             assert_product(out, x, weight)
 
 
+# Neighbours on two streams
+
+LINEARS: tuple[Callable[..., Any], ...] = (k3cupy.low_latency_linear, k3cupy.fused_a_gemm)
+
+
+@pytest.mark.parametrize("linear", LINEARS, ids=lambda linear: linear.__name__)
+def test_case44_two_streams_inside_one_capture(linear: Callable[..., Any]) -> None:
+    """A wide projection beside a narrow one, whose first columns the next projection reads."""
+    shapes = {"qkvg": (6144, 7168), "f_ab": (144, 7168), "f_b": (1536, 128)}
+    weights = {name: normal(shape, i, "cuda") for i, (name, shape) in enumerate(shapes.items())}
+    side = torch.cuda.Stream()
+
+    def layer(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        main = torch.cuda.current_stream()
+        side.wait_stream(main)
+        out = {"qkvg": linear(x, weights["qkvg"], weight_is_static=True)}
+        with torch.cuda.stream(side):
+            out["f_ab"] = linear(x, weights["f_ab"], weight_is_static=True)
+            out["f_b"] = linear(out["f_ab"][:, :128], weights["f_b"], weight_is_static=True)
+        main.wait_stream(side)
+        return out
+
+    for tokens in range(1, 15):
+        x = normal((tokens, 7168), tokens, "cuda")
+        layer(x)
+        torch.cuda.synchronize()
+        graph, got = captured(lambda: layer(x))  # noqa: B023
+        assert got["f_ab"].stride() == (144, 1)
+        for seed in range(5):
+            x.copy_(normal(x.shape, 100 + seed, "cuda"))
+            want = layer(x)
+            for out in got.values():
+                out.fill_(float("nan"))
+            graph.replay()
+            read = {"qkvg": x, "f_ab": x, "f_b": got["f_ab"][:, :128]}
+            for name, out in got.items():
+                assert_product(out, read[name], weights[name])
+                same_bits(out, want[name], f"{name}, M = {tokens}, captured and eager")
+
+
+@pytest.mark.parametrize("linear", LINEARS, ids=lambda linear: linear.__name__)
+def test_case46_rows_of_one_weight_on_two_streams(linear: Callable[..., Any]) -> None:
+    weight = normal((3648, 7168), 1, "cuda")
+    parts = (weight[:2112], weight[2112:])
+    side = torch.cuda.Stream()
+
+    def layer(x: torch.Tensor) -> list[torch.Tensor]:
+        main = torch.cuda.current_stream()
+        side.wait_stream(main)
+        first = linear(x, parts[0], weight_is_static=True)
+        with torch.cuda.stream(side):
+            second = linear(x, parts[1], weight_is_static=True)
+        main.wait_stream(side)
+        return [first, second]
+
+    for tokens in (1, 4, 8, 16, 64):
+        x = normal((tokens, 7168), tokens, "cuda")
+        want = [linear(x, part.clone()) for part in parts]
+        eager = layer(x)
+        torch.cuda.synchronize()
+        graph, replayed = captured(lambda: layer(x))  # noqa: B023
+        for _ in range(5):
+            for out in replayed:
+                out.fill_(float("nan"))
+            graph.replay()
+            for i, part in enumerate(parts):
+                same_bits(replayed[i], want[i])
+                same_bits(eager[i], want[i])
+                assert_product(replayed[i], x, part)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16, 32, 64])
+def test_case45_x_and_residual_in_one_buffer(tokens: int) -> None:
+    """The kernel that the dispatcher chooses for packed tensors takes these, with the same bits."""
+    weight = normal((7168, 3584), 1, "cuda")
+    both = normal((tokens, 10752), 2, "cuda")
+    x, residual = both[:, :3584], both[:, 3584:]
+    packed = (x.contiguous(), weight, residual.contiguous())
+    choice = k3cupy.explain_low_latency_gemm(x, weight, residual)
+    assert choice.kernel == k3cupy.explain_low_latency_gemm(*packed).kernel
+    out = k3cupy.low_latency_linear(x, weight, residual)
+    assert (k3cupy.try_low_latency_gemm(x, weight, residual) is None) is choice.is_fallback
+    if not choice.is_fallback:
+        assert_product(out, x, weight, residual)
+        same_bits(out, k3cupy.low_latency_linear(*packed))
+    same_bits(k3cupy.fused_a_gemm(x, weight, residual), k3cupy.fused_a_gemm(*packed))
+
+
 # Graphs
 
 

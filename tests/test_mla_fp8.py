@@ -275,6 +275,20 @@ def test_subnormal_inputs_are_not_flushed(
     assert kept[..., width:].float().mean() > 0.5, "the rotated part was flushed to zero"
 
 
+@pytest.mark.parametrize("scale_tensors", [False, True], ids=["number", "tensor"])
+@with_scales
+def test_a_subnormal_scale_is_not_flushed(device: str, form: Form, scale_tensors: bool) -> None:
+    """Large values times 2^-130, down to the smallest code."""
+    call = form.make(
+        3, 2, slots=range(3), device=device, scale_tensors=scale_tensors,
+        **scales_of(form, 2.0**-130),
+    )  # fmt: skip
+    fill(call, [2.0**121, -(2.0**122), 1.5 * 2.0**127])
+    run_and_check(call)
+    codes = oracle.bits(call.cache.tensor)[0, 0]
+    assert set(codes.tolist()) == {0x01, 0x82, 0x24}
+
+
 @each_form
 def test_signs_of_zero_are_kept(device: str, form: Form) -> None:
     call = form.make(3, 2, slots=[0, 1, 2], device=device)

@@ -166,6 +166,11 @@ class Instruction:
         return self.base == "ACQBULK"
 
     @property
+    def flushes(self) -> bool:
+        """A subnormal number that comes in or out becomes zero."""
+        return ".FTZ" in self.opcode
+
+    @property
     def is_release(self) -> bool:
         """`griddepcontrol.launch_dependents`"""
         return self.base == "PREEXIT"
@@ -409,6 +414,7 @@ def inspect(source: str, wanted: Sequence[Inspectable], arch: str) -> None:
         code = found[instance.name]
         told = instance.resource_problems(code.used, arch)
         told += instance.code_problems(code.program, arch)
+        told += [f"flushes subnormal numbers: {i}" for i in code.program if i.flushes]
         problems += [f"{instance.name}: {problem}" for problem in told]
     assert not problems, f"{arch}:\n" + "\n".join(problems)
 

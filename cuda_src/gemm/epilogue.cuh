@@ -4,6 +4,7 @@
 
 #include <cuda_bf16.h>
 
+#include "common/float32.cuh"
 #include "common/pdl.cuh"
 #include "gemm/cluster.cuh"
 #include "gemm/tile.cuh"
@@ -25,7 +26,7 @@ struct StoredShare {
   static constexpr unsigned int kOwned = Tile::kOwned;
   static constexpr unsigned int kCount = (Tile::kM * kOwned + Tile::kThreads - 1) / Tile::kThreads;
 
-  float addends[kHasResidual ? kCount : 1];
+  __nv_bfloat16 addends[kHasResidual ? kCount : 1];
 
   // Calls visit(token, i, addend) for each element, where i counts the block's own rows.
   template <typename Visit>
@@ -49,11 +50,10 @@ struct StoredShare {
                                        unsigned int num_tokens, const void* out) {
     if constexpr (kHasResidual) {
       wait_for_predecessor(residual.data, out);  // over already, but for who copies the weight
-      for_each(num_tokens, [&](unsigned int token, unsigned int i, float& addend) {
+      for_each(num_tokens, [&](unsigned int token, unsigned int i, __nv_bfloat16& addend) {
         const unsigned int row = share.rank * kOwned + i;
         if (row < share.rows) {
-          addend =
-              __bfloat162float(residual.data[token * residual.row_stride + share.first_row + row]);
+          addend = residual.data[token * residual.row_stride + share.first_row + row];
         }
       });
     }
@@ -66,7 +66,7 @@ __device__ __forceinline__ float sum_of_warps(const float* sums, unsigned int to
   float total = 0.0f;
 #pragma unroll
   for (int w = 0; w < Tile::kWarpsK; ++w) {
-    total += sums[w * Tile::kWarpSums + token * Tile::kSumPitch + row];
+    total = add(total, sums[w * Tile::kWarpSums + token * Tile::kSumPitch + row]);
   }
   return total;
 }
@@ -95,7 +95,7 @@ __device__ __forceinline__ float sum_of_blocks(const float* inbox, unsigned int 
   float total = 0.0f;
 #pragma unroll
   for (unsigned int r = 0; r < Tile::kSplitK; ++r) {
-    total += inbox[(r * Tile::kM + token) * Tile::kOwned + i];
+    total = add(total, inbox[(r * Tile::kM + token) * Tile::kOwned + i]);
   }
   return total;
 }
@@ -107,21 +107,21 @@ __device__ __forceinline__ void store_sums(StoredShare<Tile, kHasResidual>& stor
                                            const BlockMemory<Tile>& memory,
                                            const TokenRows<__nv_bfloat16>& out,
                                            unsigned int num_tokens) {
-  const auto store = [&](unsigned int token, unsigned int row, float total, float addend) {
+  const auto store = [&](unsigned int token, unsigned int row, float total, __nv_bfloat16 addend) {
     if (row < share.rows) {
-      if constexpr (kHasResidual) total += addend;
+      if constexpr (kHasResidual) total = add(total, __bfloat162float(addend));
       out.data[token * out.row_stride + share.first_row + row] = __float2bfloat16(total);
     }
   };
   if constexpr (Tile::kSplitK == 1) {
-    stored.for_each(num_tokens, [&](unsigned int token, unsigned int row, float addend) {
+    stored.for_each(num_tokens, [&](unsigned int token, unsigned int row, __nv_bfloat16 addend) {
       store(token, row, sum_of_warps<Tile>(memory.sums(), token, row), addend);
     });
   } else {
     cluster_wait();  // every block of the cluster has begun, so its shared memory may be written
     send_sums<Tile>(share, memory, num_tokens);
     wait_barrier(memory.inbox_full, 0);
-    stored.for_each(num_tokens, [&](unsigned int token, unsigned int i, float addend) {
+    stored.for_each(num_tokens, [&](unsigned int token, unsigned int i, __nv_bfloat16 addend) {
       store(token, share.rank * Tile::kOwned + i, sum_of_blocks<Tile>(memory.inbox(), token, i),
             addend);
     });
