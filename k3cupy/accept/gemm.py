@@ -216,9 +216,6 @@ def _check_for_gpu(signature: Signature, views: dict[str, TensorView], num_token
         reject(signature.x, "a CUDA tensor", f"one on the {x.device}")
     if num_tokens == 0:
         reject(signature.x, "at least one row", "none: there is nothing to compute")
-    for name, v in views.items():
-        if v.size and not v.address:
-            reject(name, "a tensor with memory of its own", "a wrapper of others, without any")
     if num_tokens > 1 and x.strides[0] * x.itemsize % ALIGNMENT:
         multiple = ALIGNMENT // x.itemsize
         reject(signature.x, f"a row stride that is a multiple of {multiple}", str(x.strides[0]))
