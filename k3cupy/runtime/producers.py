@@ -16,7 +16,14 @@ from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 from k3cupy.runtime import dlpack, streams
-from k3cupy.runtime.tensors import ALIGNMENT, TensorView, is_number, itemsize, pytorch
+from k3cupy.runtime.tensors import (
+    ALIGNMENT,
+    TensorView,
+    check_memory,
+    is_number,
+    itemsize,
+    pytorch,
+)
 
 Probe = tuple[int, Hashable, object]
 """Address, signature, and what must live until the memory was used (None: only the tensor)."""
@@ -68,7 +75,7 @@ def _view_torch(t: Any) -> TensorView:
         readonly=False,
         requires_grad=t.requires_grad,
         framework="torch",
-        room=t.untyped_storage().nbytes() - t.storage_offset() * t.element_size(),
+        room=max(t.untyped_storage().nbytes() - t.storage_offset() * t.element_size(), 0),
     )
 
 
@@ -301,6 +308,31 @@ def probe_all(
             signature.append(layout)
             owners.append(owner)
     return addresses, signature, owners
+
+
+def check_storages(names: tuple[str, ...], values: tuple[Any, ...]) -> None:
+    """Refuse plain tensors of PyTorch that reach beyond their storage: nobody can read them.
+
+    Raises:
+        ValueError: the text names the argument.
+    """
+    torch = pytorch()
+    plain = () if torch is None else (torch.Tensor, torch.nn.Parameter)
+    for name, t in zip(names, values, strict=True):
+        if type(t) in plain:
+            end = t.nbytes + t.storage_offset() * t.element_size()
+            if end > t.untyped_storage().nbytes() or not t.is_contiguous():
+                v = _view_torch(t)
+                if v.room is not None and v.room < v.span:
+                    check_memory(name, v)
+
+
+def is_on_cpu(obj: Any) -> bool:
+    """Return whether the memory of a tensor of any producer is the CPU's, as far as it tells."""
+    try:
+        return int(obj.__dlpack_device__()[0]) in dlpack.CPU_DEVICES
+    except Exception:  # of a producer's own kind: the device is none of DLPack's
+        return False
 
 
 def check(obj: Any, name: str) -> None:

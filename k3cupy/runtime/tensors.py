@@ -118,10 +118,10 @@ def check_memory(name: str, v: TensorView) -> None:
     if v.room is not None and v.room < v.span:
         expected = f"a storage of {v.span} bytes from its first element on"
         hint = "It was freed or shrunk behind the tensor, for example by sharding"
-        reject(name, expected, f"{max(v.room, 0)}", hint)
+        reject(name, expected, f"{v.room}", hint)
     if v.size and not v.address:
         hint = "Of a wrapper, such as a DTensor, pass the local tensor"
-        reject(name, "a tensor with memory of its own", "one without any", hint)
+        reject(name, "a tensor with memory of its own", "a tensor without any", hint)
 
 
 def pytorch() -> Any:
