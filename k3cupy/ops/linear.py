@@ -18,6 +18,7 @@ from k3cupy.ops.dispatch_report import Counter, counter_of, counters
 from k3cupy.runtime import devices, producers
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import CaptureError, ToolchainError, reject
+from k3cupy.runtime.tensors import is_integer
 from k3cupy.runtime.warn import warn_user
 
 _probe = OURS.arguments.probe
@@ -165,14 +166,16 @@ def select_backend(
         True
     """
     for name, value in (("num_tokens", num_tokens), ("n", n), ("k", k)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        if not is_integer(value) or value < 0:
             reject(name, "an integer of at least 0", repr(value))
     gpu = _device_of(device)
     if gpu is None or 0 in (num_tokens, n, k):
         return None
     batch_invariant = batch_invariance.is_batch_invariant()
     found = choose(
-        ALL, n, k, num_tokens, gpu, residual=has_residual, batch_invariant=batch_invariant
+        *(ALL, int(n), int(k), int(num_tokens), gpu),
+        residual=has_residual,
+        batch_invariant=batch_invariant,
     )
     return None if found.is_fallback else found.kernel
 
