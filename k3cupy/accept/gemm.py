@@ -33,9 +33,7 @@ class Signature:
 
     def __init__(self, x: str, weight: str, out: str, *, is_transposed: bool) -> None:
         self.x, self.weight, self.out, self.is_transposed = x, weight, out, is_transposed
-        self.arguments = Arguments(
-            (x, weight, RESIDUAL, out), (x, weight, out) if is_transposed else (x, weight)
-        )
+        self.arguments = Arguments((x, weight, RESIDUAL, out), (x, weight))
 
 
 OURS = Signature("x", "weight", "out", is_transposed=False)

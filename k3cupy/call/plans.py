@@ -95,7 +95,8 @@ class ReferencePlan:
         views = arguments.views(tuple(every))
         if self._verify is not None:
             self._verify(problem, views, None)
-        self._reference(problem, self._arrays(views) | arguments.numbers(values))
+        if problem.num_tokens:
+            self._reference(problem, self._arrays(views) | arguments.numbers(values))
         if self._count is not None:
             self._count(values)
         outs = [

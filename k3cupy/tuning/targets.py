@@ -15,6 +15,7 @@ from k3cupy.ops.warmup import shapes_of
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import reject
 from k3cupy.runtime.instances import Instance
+from k3cupy.runtime.tensors import is_integer
 from k3cupy.tuning.entries import LINEAR, Candidate, Known
 
 KINDS = {
@@ -165,7 +166,7 @@ def gemm_targets(
     Raises:
         ValueError: a shape or a number of tokens that no table can list.
     """
-    counts = _several("tokens", TOKENS[GEMM] if tokens is None else tokens)
+    counts = list(map(_plain, _several("tokens", TOKENS[GEMM] if tokens is None else tokens)))
     for count in counts:
         if count not in TOKENS[GEMM]:
             listed = ", ".join(map(str, TOKENS[GEMM]))
@@ -189,11 +190,17 @@ def mla_targets(
     for kind in named:
         if kind not in KINDS[family]:
             reject("kinds", f"some of {', '.join(KINDS[family])}", repr(kind))
-    counts = _several("tokens", TOKENS[family] if tokens is None else tokens)
+    counts = list(map(_plain, _several("tokens", TOKENS[family] if tokens is None else tokens)))
+    heads = _plain(heads)
     for name, number in (("num_heads", heads), *(("tokens", count) for count in counts)):
         if type(number) is not int or number < 1:
             reject(name, "integers above 0", repr(number))
     return tuple(MlaTarget(family, kind, count, heads) for kind in named for count in counts)
+
+
+def _plain(number: Any) -> Any:
+    """Return an integer of NumPy as Python's, and anything else as it is."""
+    return int(number) if is_integer(number) else number
 
 
 def _several(name: str, values: Sequence[Any]) -> list[Any]:
