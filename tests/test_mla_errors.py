@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import oracle
@@ -221,6 +222,8 @@ def of_scales(form: Form) -> Iterator[Refusal]:
     for name in form.scales:
         for value in (math.nan, math.inf, -math.inf, 0.0, -0.0, -1.5, 1e39, 1e-50):
             yield put(f"{value}", name, value, its_value)
+        for value in (10**400, 10**5000, Fraction(10**400)):  # the second has no repr
+            yield put("case40 an integer", name, value, exactly("one beyond every float"))
         for dtype in (torch.float64, BF16, torch.int32):
             yield Refusal(f"{dtype}", name, lambda t, d=dtype: t.to(d), its_dtype)
         yield Refusal("two", name, lambda t: t.repeat(2), its_shape)

@@ -166,7 +166,7 @@ def gemm_targets(
     Raises:
         ValueError: a shape or a number of tokens that no table can list.
     """
-    counts = list(map(_plain, _several("tokens", TOKENS[GEMM] if tokens is None else tokens)))
+    counts = _several("tokens", TOKENS[GEMM] if tokens is None else tokens)
     for count in counts:
         if count not in TOKENS[GEMM]:
             listed = ", ".join(map(str, TOKENS[GEMM]))
@@ -190,20 +190,16 @@ def mla_targets(
     for kind in named:
         if kind not in KINDS[family]:
             reject("kinds", f"some of {', '.join(KINDS[family])}", repr(kind))
-    counts = list(map(_plain, _several("tokens", TOKENS[family] if tokens is None else tokens)))
-    heads = _plain(heads)
+    counts = _several("tokens", TOKENS[family] if tokens is None else tokens)
+    (heads,) = _several("num_heads", [heads])
     for name, number in (("num_heads", heads), *(("tokens", count) for count in counts)):
         if type(number) is not int or number < 1:
             reject(name, "integers above 0", repr(number))
     return tuple(MlaTarget(family, kind, count, heads) for kind in named for count in counts)
 
 
-def _plain(number: Any) -> Any:
-    """Return an integer of NumPy as Python's, and anything else as it is."""
-    return int(number) if is_integer(number) else number
-
-
 def _several(name: str, values: Sequence[Any]) -> list[Any]:
-    if not values:
+    found = dict.fromkeys(int(value) if is_integer(value) else value for value in values)
+    if not found:
         reject(name, "at least one", "none")
-    return list(dict.fromkeys(values))
+    return list(found)
