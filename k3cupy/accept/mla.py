@@ -38,14 +38,9 @@ class MlaProblem(Problem):
     num_slots: int
 
 
-def drop_unread_cache(views: dict[str, TensorView], shape: tuple[int, ...]) -> None:
-    """Leave the cache out of a call without tokens: engines make such before they have one.
-
-    Args:
-        views: the tensors.
-        shape: of the first one, [num_tokens, num_heads, width] where it is right.
-    """
-    if shape[:1] == (0,):
+def drop_unread_cache(views: dict[str, TensorView], first: TensorView) -> None:
+    """Leave the cache out of a call without tokens: engines make such before they have one."""
+    if first.shape[:1] == (0,):
         views.pop("kv_cache", None)
 
 

@@ -35,8 +35,8 @@ def accept(values: Values, *, ds_mla: bool, kv_inputs_ready: bool) -> mla.MlaPro
     ARGUMENTS.numbers(values)
     given = {name: v for name, v in zip(ARGUMENTS.names, values, strict=True) if v is not None}
     views = ARGUMENTS.views(values)
-    dtype, shape = views["ql_nope"].dtype, views["ql_nope"].shape
-    mla.drop_unread_cache(views, shape)
+    dtype = views["ql_nope"].dtype
+    mla.drop_unread_cache(views, views["ql_nope"])
     _check_types(given, views, dtype, ds_mla)
     width = DS_MLA_ROW_BYTES if ds_mla else LATENT_DIM
     num_tokens, num_heads = mla.check_shapes(views, _HEAD_WIDTHS, width, {"out": LATENT_DIM})

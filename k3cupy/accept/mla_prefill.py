@@ -118,7 +118,7 @@ def accept(signature: Signature, values: Values) -> mla.MlaProblem:
     signature.arguments.numbers(values)
     views = signature.arguments.views(values)
     dtype = views[first].dtype
-    mla.drop_unread_cache(views, views[first].shape)
+    mla.drop_unread_cache(views, views[first])
     _check_types(signature, values, views, dtype)
     widths = {name: _HEAD_WIDTHS[name] for name in (first, "k_nope", "v") if name in views}
     outs = dict(zip(signature.out_names, signature.outputs.values(), strict=True))

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from k3cupy.call import outputs
 from k3cupy.call.prober import Probe, make_prober
 from k3cupy.runtime import producers, tensors
 from k3cupy.runtime.errors import reject
@@ -132,7 +133,7 @@ class Memory:
     Attributes:
         check: (values, addresses) -> None, or an error that names the argument; None where there is
             nothing to check.
-        counted: places of what PyTorch counts writes of, and the call writes.
+        count: (values) -> None, counts the writes as PyTorch does; None where it counts none.
     """
 
     def __init__(self, arguments: Arguments, problem: Problem) -> None:
@@ -140,7 +141,8 @@ class Memory:
         written = [*problem.updated, *[output.argument for output in problem.outputs]]
         self._arguments = arguments
         self._names = tuple([name for name in written if name in views])
-        self.counted = [places[n] for n in self._names if views[n].framework == "torch"]
+        counted = [places[n] for n in self._names if views[n].framework == "torch"]
+        self.count = outputs.write_counter(counted) if counted else None
         self._in_place: set[tuple[int, int]] = set()
         spans = {places[name]: v.span for name, v in views.items()}
         tests = [_BEYOND.format(places[n]) for n, v in views.items() if v.room is not None]

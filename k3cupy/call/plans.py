@@ -78,8 +78,7 @@ class ReferencePlan:
         self._arguments, self._problem = arguments, problem
         self._reference, self._verify = reference, verify
         memory = Memory(arguments, problem)
-        self._check = memory.check
-        self._count = outputs.write_counter(memory.counted) if memory.counted else None
+        self._check, self._count = memory.check, memory.count
         self._framework = problem.first.framework
         self._outputs = {arguments.places[output.argument]: output for output in problem.outputs}
 
@@ -147,8 +146,7 @@ class CudaPlan:
         first = problem.first
         self._arguments, self._problem, self._verify = arguments, problem, verify
         memory = Memory(arguments, problem)
-        self._check = memory.check
-        self._count = outputs.write_counter(memory.counted) if memory.counted else None
+        self._check, self._count = memory.check, memory.count
         self._device, self._framework = first.device_index, first.framework
         frameworks = [v.framework for v in problem.views.values()]
         stream_framework = "torch" if "torch" in frameworks else "cupy"

@@ -105,7 +105,8 @@ def dsv3_fused_a_gemm(*args: Any, **kwargs: Any) -> Any:
 
     Both orders of arguments are taken: ``(output, mat_a, mat_b, enable_pdl=False)``, vLLM's, and
     ``(mat_a, mat_b, output=None)``, SGLang's. Of three tensors without names, shapes and the
-    layout of mat_b tell which is meant: no call fits both.
+    layout of mat_b tell which is meant: no call fits both. (A bare DLPack object has no shape to
+    look at: with such it is vLLM's.)
 
     Args:
         output: [M, N] bfloat16, written. Inner stride 1, rows apart from one another. In SGLang's
@@ -132,36 +133,31 @@ def dsv3_fused_a_gemm(*args: Any, **kwargs: Any) -> Any:
         >>> k3cupy.dsv3_fused_a_gemm(x, weight.t()).shape
         torch.Size([4, 256])
     """
-    count = len(args)
-    if count >= 3:
-        output_is_first = not _ends_with_output(*args[:3])
+    if len(args) >= 3:
+        is_sglang = _ends_with_output(*args[:3])
     else:  # the names that follow tell
-        output_is_first = ("output", "mat_a", "mat_b")[count] in kwargs
-    return (_output_first if output_is_first else _output_last)(*args, **kwargs)
+        is_sglang = ("output", "mat_a", "mat_b")[len(args)] not in kwargs
+    return (_dsv3_of_sglang if is_sglang else _dsv3_of_vllm)(*args, **kwargs)
 
 
-def _output_first(output: Any, mat_a: Any, mat_b: Any, enable_pdl: bool = False) -> None:
+def _dsv3_of_vllm(output: Any, mat_a: Any, mat_b: Any, enable_pdl: bool = False) -> None:
     producers.check(output, "output")
-    _output_last(mat_a, mat_b, output, enable_pdl)
+    _dsv3_of_sglang(mat_a, mat_b, output, enable_pdl)
 
 
-def _output_last(mat_a: Any, mat_b: Any, output: Any = None, enable_pdl: bool = False) -> Any:
+def _dsv3_of_sglang(mat_a: Any, mat_b: Any, output: Any = None, enable_pdl: bool = False) -> Any:
     checks.check_flags(locals(), "enable_pdl")
     return _DSV3((mat_a, mat_b, None, output), (enable_pdl, enable_pdl, False, None), None)
 
 
 def _ends_with_output(first: Any, second: Any, third: Any) -> bool:
     """Return whether three tensors are mat_a, mat_b and output, in this order."""
-    a, b, out = (() if t is None else _shape_of(t) for t in (first, second, third))
+    shapes: Any = [getattr(t, "shape", ()) for t in (first, second, third)]
+    a, b, out = shapes
     if not (len(a) == len(b) == 2 and a[1] == b[0] and (third is None or out == (a[0], b[1]))):
         return False
     # Three squares of one size fit either order; the weight is the one that is seen transposed.
     return a != b or producers.view(second, "mat_b").strides == (1, b[0])
-
-
-def _shape_of(tensor: Any) -> tuple[int, ...]:
-    shape = getattr(tensor, "shape", None)
-    return tuple(producers.view(tensor, "mat_b").shape if shape is None else shape)
 
 
 def explain_fused_a_gemm(*args: Any, **kwargs: Any) -> Choice:

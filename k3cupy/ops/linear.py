@@ -172,10 +172,9 @@ def select_backend(
     if gpu is None or 0 in (num_tokens, n, k):
         return None
     batch_invariant = batch_invariance.is_batch_invariant()
+    num_tokens, n, k = map(int, (num_tokens, n, k))
     found = choose(
-        *(ALL, int(n), int(k), int(num_tokens), gpu),
-        residual=has_residual,
-        batch_invariant=batch_invariant,
+        ALL, n, k, num_tokens, gpu, residual=has_residual, batch_invariant=batch_invariant
     )
     return None if found.is_fallback else found.kernel
 
