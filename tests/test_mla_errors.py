@@ -287,10 +287,11 @@ def of_settings(form: Form) -> Iterator[Refusal]:
     invalid: list[Any]
     if form.kind == "decode":
         fields = [(0, 100, 1), (0, 144, 3), (1, 128, 1), (2, 256, 1), (3, 100, 1), (3, 4096, 1)]
+        fields += [(0, 288.0, 1), (False, 288, 1), (0, 288, True)]
         invalid = [k3cupy.MlaDecodeConfig(*numbers) for numbers in fields]
         invalid.append(k3cupy.MlaPrefillConfig(8, 1))
     else:
-        invalid = [k3cupy.MlaPrefillConfig(*pair) for pair in ((4, 1), (8, 5), (0, 0))]
+        invalid = [k3cupy.MlaPrefillConfig(*pair) for pair in ((4, 1), (8, 5), (0, 0), (8.0, 1))]
         invalid.append(k3cupy.MlaDecodeConfig(0, 288, 1))
     for junk in (5, 2, -1, "3", "fast", 1.0, (1, 2), *invalid):
         yield put(repr(junk), "config", junk, its_value)

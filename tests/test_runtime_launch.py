@@ -212,7 +212,8 @@ def test_what_is_no_stream(stream: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "handle", [-5, -1, 2**64, np.int64(-5), pytest.param(10**5000, id="1e5000")]
+    "handle",
+    [-5, -1, 2**64, pytest.param(np.int64(-5), id="NumPy"), pytest.param(10**5000, id="1e5000")],
 )
 def test_what_no_stream_can_be(handle: Any) -> None:
     for stream in (handle, SimpleNamespace(__cuda_stream__=(0, handle))):
