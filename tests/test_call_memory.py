@@ -17,6 +17,7 @@ import oracle
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
+from array_helpers import cupy_of
 from dispatch_helpers import DispatchDevice
 from fake_device import CudaTensor
 from gemm_helpers import normal
@@ -120,6 +121,9 @@ class Machine:
     def launches(self) -> int:
         return 0 if self.gpu is None else len(self.gpu.records)
 
+    def plans(self) -> int:
+        return 0 if self.gpu is None else self.gpu.launchers
+
 
 @pytest.fixture
 def machine(place: str, monkeypatch: pytest.MonkeyPatch) -> Machine:
@@ -131,7 +135,7 @@ def problems_of(
 ) -> list[str]:
     """Damage each argument in each way, and tell where a call is not refused as agreed."""
     problems = []
-    before = {name: oracle.bits(t.detach().clone()) for name, t in call.tensors.items()}
+    before = {name: oracle.bits(t.cpu().clone()) for name, t in call.tensors.items()}
     launches = machine.launches()
     for name, tensor in call.tensors.items():
         for label, damage in damages.items():
@@ -145,7 +149,8 @@ def problems_of(
                 problems.append(f"{name} {label}: taken")
     assert machine.launches() == launches
     for name, tensor in call.tensors.items():
-        oracle.assert_same_bits(oracle.bits(tensor), before[name], f"{name} after refused calls")
+        found = oracle.bits(tensor.cpu())
+        oracle.assert_same_bits(found, before[name], f"{name} after refused calls")
     return problems
 
 
@@ -156,8 +161,10 @@ def refused_throughout(
     call = CALLS[name]().moved(machine.move)
     problems = problems_of(machine, call, damages, said)
     call()
+    plans = machine.plans()
     problems += problems_of(machine, call, damages, said)
     call()
+    assert machine.plans() == plans, "the plan was kept"
     assert not problems, "\n".join(problems)
 
 
@@ -220,8 +227,10 @@ def wrapper(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def zeros_without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    zeros = torch._efficientzerotensor(tensor.shape, dtype=tensor.dtype, device="cpu")
-    return beside(tensor, zeros.as_strided(tensor.shape, tensor.stride()))
+    where = "cpu" if type(tensor) is CudaTensor else tensor.device
+    zeros = torch._efficientzerotensor(tensor.shape, dtype=tensor.dtype, device=where)
+    strided = zeros.as_strided(tensor.shape, tensor.stride())
+    return CudaTensor.of(strided, 0) if type(tensor) is CudaTensor else strided
 
 
 @each_operation
@@ -244,7 +253,7 @@ def test_case30_a_cupy_array_without_memory() -> None:
     import cupy
 
     x, weight = normal((M, K), 1).cuda(), normal((N, K), 2).cuda()
-    residual = cupy.zeros((M, N), "uint16").view("bfloat16")
+    residual = cupy_of(normal((M, N), 3).cuda())
     k3cupy.fused_a_gemm(x, weight, residual)
     memory = cupy.cuda.UnownedMemory(0, 0, None, 0)
     nothing = cupy.ndarray((M, N), residual.dtype, cupy.cuda.MemoryPointer(memory, 0))
