@@ -6,7 +6,6 @@ import functools
 import importlib
 import json
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
@@ -14,6 +13,7 @@ from typing import Any
 
 from k3cupy.kernels.skinny_gemm import K_MULTIPLE
 from k3cupy.runtime.errors import reject
+from k3cupy.runtime.tensors import pytorch
 
 Shapes = tuple[tuple[int, int], ...]
 """(N, K) of weights, each once."""
@@ -126,7 +126,7 @@ def module_shapes(module: Any) -> Shapes:
     """
     told = module if isinstance(module, str) else type(module).__name__
     found = _imported(module) if isinstance(module, str) else module
-    torch = sys.modules.get("torch")
+    torch = pytorch()
     if torch is None or not isinstance(found, torch.nn.Module):
         reject("module", "a torch.nn.Module", type(found).__name__, error=TypeError)
     shapes = tuple(dict.fromkeys(_of_layers(found, torch)))
@@ -145,7 +145,7 @@ def _imported(path: str) -> Any:
             found = getattr(found, name)
     except (ImportError, AttributeError) as error:
         reject("module", "something that can be imported", f"{path!r}: {error}")
-    torch = sys.modules.get("torch")
+    torch = pytorch()
     is_module = torch is not None and isinstance(found, torch.nn.Module)
     return found() if callable(found) and not is_module else found
 

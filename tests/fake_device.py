@@ -127,6 +127,7 @@ class FakeDevice:
         self._current_stream = STREAM
         view = producers.view
         monkeypatch.setattr(producers, "view", lambda t, n: replace(view(t, n), device_type="cuda"))
+        monkeypatch.setattr(producers, "is_on_cpu", lambda _: False)
         producers.handlers(CudaTensor.of(torch.empty(0), 0))  # its class is known from now on
         monkeypatch.setattr(devices, "info", lambda index: GPUS[index])
         monkeypatch.setattr(devices, "count", lambda: len(GPUS))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from dispatch_helpers import ADDRESS, K, N, decided, says, view
@@ -391,6 +392,13 @@ def test_select_backend() -> None:
         assert select(300, 7168, 3584, device=H200) == "fused_a"
 
 
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint16])
+def test_case42_select_backend_takes_integers_of_numpy(kind: Any) -> None:
+    for numbers in ((16, 2112, 7168), (60, 7168, 3584), (0, 2112, 7168)):
+        want = k3cupy.select_backend(*numbers, device=H200)
+        assert k3cupy.select_backend(*map(kind, numbers), device=H200) == want
+
+
 @pytest.mark.parametrize("name", ["num_tokens", "n", "k"])
 def test_select_backend_refuses(name: str) -> None:
     for junk in (-1, 1.0, True, None):
@@ -401,9 +409,17 @@ def test_select_backend_refuses(name: str) -> None:
 def test_devices_by_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpu(monkeypatch)
     monkeypatch.setattr(devices, "info", lambda index: replace(H200, index=index))
-    for device in (None, 0, "cuda", "cuda:0", torch.device("cuda"), torch.device("cuda:0")):
+    for device in (
+        None,
+        0,
+        np.int64(0),
+        "cuda",
+        "cuda:0",
+        torch.device("cuda"),
+        torch.device("cuda:0"),
+    ):
         assert k3cupy.select_backend(16, 2112, 7168, device=device) == "fused_a"
-    for device in (1, -1, "cuda:1", "cpu", "cuda:x", torch.device("cpu"), 0.5):
+    for device in (1, -1, False, np.int64(1), "cuda:1", "cpu", "cuda:x", torch.device("cpu"), 0.5):
         arguments = {"num_tokens": 1, "n": 2112, "k": 7168, "device": device}
         found = f"^{re.escape(repr(device))}"
         refused(arguments, "device", found, operation=k3cupy.select_backend)

@@ -278,6 +278,20 @@ def test_a_wrapper_without_memory_is_not_taken_for_a_tensor(gpu: DispatchDevice)
     assert says(reason, "x", "without any")
 
 
+def test_a_fall_back_on_a_gpu_says_so(gpu: DispatchDevice) -> None:
+    x, weight = inputs(4, N, K)
+    assert k3cupy.explain_low_latency_gemm(x.float(), weight).runs_on == "cuda"
+
+
+def test_a_fall_back_on_the_cpu_says_so() -> None:
+    x, weight = inputs(4, N, K)
+    assert k3cupy.explain_low_latency_gemm(x, weight).runs_on == "cpu"
+    for tensor in (x, x.to_sparse(), torch._neg_view(x), x.float().numpy()):
+        found = k3cupy.explain_low_latency_gemm(tensor, weight)
+        assert (found.runs_on, found.is_fallback) == ("cpu", True)
+        assert str(found).startswith("linear on the CPU: x: expected ")
+
+
 def test_no_tokens(gpu: DispatchDevice) -> None:
     x, weight = torch.zeros(0, K, dtype=BF16), normal((N, K), 1)
     assert k3cupy.try_low_latency_gemm(x, weight) is None

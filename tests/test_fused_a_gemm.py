@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from gemm_helpers import (
@@ -15,7 +18,7 @@ from gemm_helpers import (
     same_bits,
     transposed_op,
 )
-from helpers import BF16, Guarded, check_guards, refused
+from helpers import BF16, Guarded, Producer, check_guards, refused
 
 import k3cupy
 from k3cupy import projections
@@ -123,6 +126,67 @@ def test_the_public_signature_has_its_own_plans(device: str) -> None:
         refused(wrong, "mat_b", r"strides \(64, 1\)", operation=transposed_op)
     transposed_op(x, weight.T, out)
     same_bits(out, want)
+
+
+SGLANG: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "two": lambda a, b, _: k3cupy.dsv3_fused_a_gemm(a, b),
+    "three": lambda a, b, out: k3cupy.dsv3_fused_a_gemm(a, b, out),
+    "None": lambda a, b, _: k3cupy.dsv3_fused_a_gemm(a, b, None),
+    "output by name": lambda a, b, out: k3cupy.dsv3_fused_a_gemm(a, b, output=out),
+    "mat_b by name": lambda a, b, _: k3cupy.dsv3_fused_a_gemm(a, mat_b=b),
+    "both by name": lambda a, b, _: k3cupy.dsv3_fused_a_gemm(mat_b=b, mat_a=a),
+    "with PDL": lambda a, b, out: k3cupy.dsv3_fused_a_gemm(a, b, out, True),
+}
+VLLM: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "three": lambda a, b, out: k3cupy.dsv3_fused_a_gemm(out, a, b),
+    "four": lambda a, b, out: k3cupy.dsv3_fused_a_gemm(out, a, b, True),
+    "PDL by name": lambda a, b, out: k3cupy.dsv3_fused_a_gemm(out, a, b, enable_pdl=False),
+    "mat_b by name": lambda a, b, out: k3cupy.dsv3_fused_a_gemm(out, a, mat_b=b),
+    "mats by name": lambda a, b, out: k3cupy.dsv3_fused_a_gemm(out, mat_a=a, mat_b=b),
+    "all by name": lambda a, b, out: k3cupy.dsv3_fused_a_gemm(output=out, mat_a=a, mat_b=b),
+}
+SIZES = [(4, 48, 128), (1, 1, 64), (1, 64, 64), (16, 16, 16), (48, 48, 48), (16, 48, 16)]
+"""M, N, K; of equal ones the shapes do not tell the order."""
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("way", SGLANG)
+def test_case49_the_order_of_sglang(device: str, way: str, size: tuple[int, int, int]) -> None:
+    x, weight = inputs(*size, device)
+    out = torch.empty(size[0], size[1], dtype=BF16, device=device)
+    given = [t.clone() for t in (x, weight)]
+    found = SGLANG[way](x, weight.T, out)
+    same_bits(found, op(x, weight))
+    assert (found is out) == (way in ("three", "output by name", "with PDL"))
+    assert torch.equal(x, given[0]) and torch.equal(weight, given[1])
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("way", VLLM)
+def test_the_order_of_vllm(device: str, way: str, size: tuple[int, int, int]) -> None:
+    x, weight = inputs(*size, device)
+    out = torch.empty(size[0], size[1], dtype=BF16, device=device)
+    assert VLLM[way](x, weight.T, out) is None
+    same_bits(out, op(x, weight))
+
+
+def test_bare_objects_come_in_the_order_of_vllm(device: str) -> None:
+    """They have no shapes to look at; of the other order nothing is written by mistake."""
+    x, weight = inputs(16, 16, 16, device)
+    out = torch.zeros(16, 16, dtype=BF16, device=device)
+    a, b, output = Producer(x), Producer(weight.T), Producer(out)
+    k3cupy.dsv3_fused_a_gemm(output, a, b)
+    same_bits(out, op(x, weight))
+    kept = x.clone()
+    refused({"mat_a": b, "mat_b": output, "output": a}, "mat_a", "16", operation=transposed_op)
+    assert torch.equal(x, kept)
+
+
+def test_a_public_call_that_is_no_call() -> None:
+    x, weight = inputs(4, 48, 128)
+    for args, kwargs in (((), {}), ((x,), {}), ((x, weight.T), {"out": x}), ((x,) * 5, {})):
+        with pytest.raises(TypeError):
+            k3cupy.dsv3_fused_a_gemm(*args, **kwargs)
 
 
 def test_case15_no_tokens_in_the_public_signature(device: str) -> None:

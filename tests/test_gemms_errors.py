@@ -132,6 +132,9 @@ for changed in (
     {"product": "wmma"},
     {"block_rows": 17},
     {"block_rows": -1},
+    {"stages": 4.0},
+    {"block_rows": False},
+    {"mapped_x": 0},
 ):
     wrong_config = replace(FUSED_A_CONFIG, **changed)
     put(f"config-{changed}", "config", wrong_config, "FusedAGemmConfig", only=FUSED_A)
@@ -143,6 +146,7 @@ for changed in (
     {"outputs_per_block": 9},
     {"k_unroll": 100},
     {"vector_width": 16},
+    {"k_unroll": 2.0},
 ):
     wrong_config = replace(SKINNY_CONFIG, **changed)
     put(f"config-{changed}", "config", wrong_config, "SkinnyGemmConfig", only=SKINNY)

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from fake_device import H200
 from gemm_helpers import FUSED_A, Gemm, fresh_plans, taken_for, unread
 from helpers import refused
@@ -13,6 +14,7 @@ from toolchain_helpers import FakeGpu, fake_h200
 
 import k3cupy
 from k3cupy import projections
+from k3cupy.ops.warmup import wanted_of
 
 __all__ = ["fake_h200"]
 
@@ -86,6 +88,15 @@ def test_arguments(fake_h200: FakeGpu, gemm: Gemm) -> None:
         text = refused(arguments, name, f"^{found}$", operation=k3cupy.warmup)
         assert (f"config with op='{gemm.name}'" in text) == (name in NOT_THEIRS)
     assert fake_h200.compiled == []
+
+
+def test_case42_shapes_and_tokens_as_integers_of_numpy(gemm: Gemm) -> None:
+    n, k, most = np.array([*SHAPE, 4])
+    for tokens in (most, [most], np.arange(1, 5)):
+        of_numpy = wanted_of(gemm.name, {"shapes": [(n, k)], "tokens": tokens})
+        plain = np.atleast_1d(tokens).tolist()
+        want = wanted_of(gemm.name, {"shapes": [SHAPE], "tokens": plain})
+        assert list(of_numpy(H200)) == list(want(H200)) != []
 
 
 def test_other_configurations_belong_to_other_operations(fake_h200: FakeGpu) -> None:

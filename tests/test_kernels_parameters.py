@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import astuple, fields, replace
+from typing import Any
 
+import numpy as np
 import pytest
 from cuda_signatures import Signature
 from golden_recording import shipped_signatures
 
 from k3cupy.call.launch import Parameters
+from k3cupy.choose.table import KERNELS as MODULES
 from k3cupy.kernels import fused_a_gemm, mla_decode, mla_prefill, skinny_gemm
 
 KERNELS = {
@@ -54,3 +58,44 @@ def test_any_two_swapped_parameters_are_seen(name: str) -> None:
 def test_every_kernel_of_the_sources_is_named() -> None:
     sources = {source for source, _ in KERNELS.values()}
     assert {name for source in sources for name in shipped_signatures(source)} == set(KERNELS)
+
+
+# Configurations
+
+CONFIGS: dict[str, Any] = {
+    "mla_decode": mla_decode.UNTUNED,
+    "mla_prefill": mla_prefill.MANY_ROWS,
+    "fused_a": fused_a_gemm.FusedAGemmConfig(16, 32, 128, 4, 2, 4, 1, 1, 2),
+    "skinny": skinny_gemm.SkinnyGemmConfig(1, 32, 1, 1, 8),
+}
+
+
+def test_every_kernel_has_a_configuration_here() -> None:
+    assert {name: type(config) for name, config in CONFIGS.items()} == {
+        name: module.Config for name, module in MODULES.items()
+    }
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_field_of_another_type_is_not_valid(config: Any) -> None:
+    """Floats and bools are equal to integers, and no numbers of a kernel."""
+    assert config.is_valid()
+    for field in fields(config):
+        value = getattr(config, field.name)
+        equal = [float(value), str(value)] if field.type == "int" else [str(value).encode(), None]
+        equal += [bool(value)] if value in (0, 1) and field.type == "int" else []
+        equal += [int(value), np.bool_(value)] if field.type == "bool" else []
+        for wrong in equal:
+            changed = replace(config, **{field.name: wrong})
+            assert not changed.is_valid(), changed
+            assert not replace(changed).is_valid(), changed
+            assert replace(changed, **{field.name: value}).is_valid()
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_case42_integers_of_numpy_are_integers(config: Any) -> None:
+    for kind in (np.int64, np.int32, np.uint16):
+        values = [kind(v) if type(v) is int else v for v in astuple(config)]
+        same = type(config)(*values)
+        assert same.is_valid()
+        assert same == config and hash(same) == hash(config) and repr(same) == repr(config)

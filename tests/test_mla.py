@@ -121,6 +121,29 @@ def test_case15_no_tokens_still_validates(device: str, form: Form) -> None:
 
 
 @each_form_with_a_cache
+def test_case49_no_tokens_whatever_the_cache(device: str, form: Form) -> None:
+    """Engines run their model for nobody before they allocate a cache, which is none on the CPU."""
+    call = form.make(0, 12, rope=True, device=device)
+    for cache in (torch.tensor([]), torch.empty(2, 3, dtype=torch.int16, device=device)):
+        for result in (call.run(kv_cache=cache), call.run(kv_cache=cache)):
+            assert [t.shape[:2] for t in as_list(result)] == [(0, 12)] * len(form.outputs)
+        assert "no tokens" in call.explain(kv_cache=cache).reason or device == "cpu"
+    with pytest.raises(TypeError, match="kv_cache: expected a tensor"):
+        call.run(kv_cache=None)
+    with pytest.raises((TypeError, ValueError), match="kv_cache: expected"):
+        form.make(1, 12, device=device).run(kv_cache=torch.tensor([]))
+
+
+@pytest.mark.parametrize("name", ["decode-ds_mla", "ds_mla"])
+def test_case49_a_cache_of_656_bytes_typed_as_float8(device: str, name: str) -> None:
+    call = FORMS[name].make(9, 3, rope=True, device=device)
+    before = call.snapshot()
+    typed = call.cache.tensor.view(E4M3)
+    result = call.run(kv_cache=typed)
+    call.check(before, result)
+
+
+@each_form_with_a_cache
 def test_a_cache_without_blocks_takes_no_rows(device: str, form: Form) -> None:
     run_and_check(form.make(3, 2, num_blocks=0, slots=[0, -1, 5], device=device))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import oracle
@@ -190,8 +191,8 @@ def of_the_cache(form: Form) -> Iterator[Refusal]:
     if form.name == "decode-ds_mla":
         narrow = torch.zeros(2, 16, 576, dtype=torch.uint8)
         yield put("narrow rows", "kv_cache", narrow, its_shape)
-        for other in (BF16, E4M3):
-            yield put(f"{other}", "kv_cache", torch.zeros(2, 16, 656).to(other), its_dtype)
+        wide = torch.zeros(2, 16, 656, dtype=BF16)
+        yield put("rows of the inputs' type", "kv_cache", wide, its_dtype)
     assert dtype in (BF16, E4M3, torch.uint8)
 
 
@@ -221,6 +222,8 @@ def of_scales(form: Form) -> Iterator[Refusal]:
     for name in form.scales:
         for value in (math.nan, math.inf, -math.inf, 0.0, -0.0, -1.5, 1e39, 1e-50):
             yield put(f"{value}", name, value, its_value)
+        for value in (10**400, 10**5000, Fraction(10**400)):  # the second has no repr
+            yield put("case40 an integer", name, value, exactly("one beyond every float"))
         for dtype in (torch.float64, BF16, torch.int32):
             yield Refusal(f"{dtype}", name, lambda t, d=dtype: t.to(d), its_dtype)
         yield Refusal("two", name, lambda t: t.repeat(2), its_shape)
@@ -284,10 +287,11 @@ def of_settings(form: Form) -> Iterator[Refusal]:
     invalid: list[Any]
     if form.kind == "decode":
         fields = [(0, 100, 1), (0, 144, 3), (1, 128, 1), (2, 256, 1), (3, 100, 1), (3, 4096, 1)]
+        fields += [(0, 288.0, 1), (False, 288, 1), (0, 288, True)]
         invalid = [k3cupy.MlaDecodeConfig(*numbers) for numbers in fields]
         invalid.append(k3cupy.MlaPrefillConfig(8, 1))
     else:
-        invalid = [k3cupy.MlaPrefillConfig(*pair) for pair in ((4, 1), (8, 5), (0, 0))]
+        invalid = [k3cupy.MlaPrefillConfig(*pair) for pair in ((4, 1), (8, 5), (0, 0), (8.0, 1))]
         invalid.append(k3cupy.MlaDecodeConfig(0, 288, 1))
     for junk in (5, 2, -1, "3", "fast", 1.0, (1, 2), *invalid):
         yield put(repr(junk), "config", junk, its_value)

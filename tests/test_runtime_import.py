@@ -51,6 +51,60 @@ def child() -> dict[str, Any]:
     return found
 
 
+HALF_MADE = """
+import importlib.machinery, sys, threading, time, types
+import ml_dtypes
+import numpy as np
+import k3cupy
+
+cache = np.zeros((2, 4, 576), np.float16)
+f16 = lambda *shape: np.ones(shape, np.float16)
+x, weight = (np.ones(shape, "bfloat16") for shape in ((4, 64), (48, 64)))
+
+def calls():
+    k3cupy.fused_mla_decode_q_concat_kv_cache_insert(
+        f16(2, 3, 512), f16(2, 3, 64), f16(2, 512), f16(2, 64), cache, np.array([6, -1]))
+    k3cupy.fused_a_gemm(x, weight)
+    k3cupy.low_latency_linear(x, weight)
+"""
+
+CHILDREN = {
+    "a module of which nothing is there": """
+half = types.ModuleType("torch")
+half.__spec__ = importlib.machinery.ModuleSpec("torch", None)
+half.__spec__._initializing = True
+sys.modules["torch"] = half
+calls()
+""",
+    "the real one, in another thread": """
+failed = []
+def import_it():
+    try:
+        import torch
+    except ImportError as error:
+        failed.append(error)
+thread = threading.Thread(target=import_it)
+calls()
+thread.start()
+count = 0
+while thread.is_alive():
+    calls()
+    count += 1
+    time.sleep(0.002)
+assert count > 50 and not failed, (count, failed)
+import torch
+calls()
+assert k3cupy.fused_a_gemm(torch.ones(4, 64).bfloat16(), torch.ones(48, 64).bfloat16()).sum() > 0
+""",
+}
+
+
+@pytest.mark.parametrize("name", CHILDREN)
+def test_case37_torch_while_it_is_imported(name: str) -> None:
+    """A half-made module counts as none: callers with NumPy alone do not wait for it."""
+    run_program(HALF_MADE + CHILDREN[name])
+
+
 def test_few_modules(child: dict[str, Any]) -> None:
     assert "k3cupy" in child["brought"]
     assert len(child["brought"]) <= MAX_MODULES, child["brought"]

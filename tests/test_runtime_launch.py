@@ -178,15 +178,27 @@ class Protocol:
     [
         (0, 0),
         (2**47, 2**47),
+        (np.int64(81), 81),
+        (np.uint64(2**63), 2**63),
         (Protocol(), 77),
         (SimpleNamespace(__cuda_stream__=(0, 78)), 78),
         (SimpleNamespace(cuda_stream=79), 79),
         (SimpleNamespace(ptr=80), 80),
     ],
-    ids=["default", "int", "method", "property", "PyTorch", "CuPy"],
+    ids=[
+        "default",
+        "int",
+        "case42 NumPy",
+        "case42 NumPy, wide",
+        "method",
+        "property",
+        "PyTorch",
+        "CuPy",
+    ],
 )
 def test_stream_handles(stream: Any, handle: int) -> None:
     assert streams.handle_of(stream) == handle
+    assert type(streams.handle_of(stream)) is int
 
 
 @pytest.mark.parametrize("stream", [None, True, "0", 1.0, object(), SimpleNamespace(ptr="1")])
@@ -197,6 +209,28 @@ def test_what_is_no_stream(stream: Any) -> None:
         "stream: expected an int handle or an object with __cuda_stream__, got "
         f"{type(stream).__name__}"
     )
+
+
+@pytest.mark.parametrize(
+    "handle",
+    [-5, -1, 2**64, pytest.param(np.int64(-5), id="NumPy"), pytest.param(10**5000, id="1e5000")],
+)
+def test_what_no_stream_can_be(handle: Any) -> None:
+    for stream in (handle, SimpleNamespace(__cuda_stream__=(0, handle))):
+        with pytest.raises(
+            ValueError, match=r"\Astream: expected a handle from 0 to 2\^64 - 1, got "
+        ):
+            streams.handle_of(stream)
+
+
+def test_streams_without_end_do_not_grow_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "_wrapped", {})
+    monkeypatch.setattr(streams, "_MOST_STREAMS", 3)
+    core = SimpleNamespace(Stream=SimpleNamespace(from_handle=lambda handle: f"stream {handle}"))
+    monkeypatch.setattr(streams.toolchain, "cuda_core", lambda: core)
+    for handle in range(10):
+        assert streams.wrap(handle) == f"stream {handle}"
+        assert len(streams._wrapped) <= 3
 
 
 # --- Facts about a GPU ---------------------------------------------------------------------------

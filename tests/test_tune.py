@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tune_helpers import GPU, H200, LINEAR_US, FakeMeter, made_up_us, run, use_fake_gpu
@@ -20,7 +21,7 @@ from k3cupy.timing.products import Product
 from k3cupy.tuning import tune as tuning
 from k3cupy.tuning.engine import Effort, measure, measure_all
 from k3cupy.tuning.entries import LINEAR, Candidate, entry_from
-from k3cupy.tuning.targets import GemmTarget, Target, gemm_targets
+from k3cupy.tuning.targets import GemmTarget, Target, gemm_targets, mla_targets
 
 SHAPE = (2112, 7168)
 HERE = GemmTarget(*SHAPE, 8)
@@ -130,6 +131,14 @@ def test_classes_come_first_and_residuals_last() -> None:
     assert plain == [(n, m) for n in (2112, 96) for m in (8, 16, 2, 12)]
     assert [t.residual for t in found] == [False] * 8 + [True] * 8
     assert len(products([SHAPE, SHAPE], (8, 8))) == 1
+
+
+def test_case42_integers_of_numpy_are_named_like_others() -> None:
+    """They end in a file of JSON, which has no others."""
+    of_numpy = products([tuple(np.array(SHAPE))], np.array([8, 16]), residual=True)
+    assert repr(of_numpy) == repr(products([SHAPE], [8, 16], residual=True))
+    of_numpy = mla_targets("mla_decode", ["fp8+fp8"], np.array([4]), np.int64(12))
+    assert repr(of_numpy) == repr(mla_targets("mla_decode", ["fp8+fp8"], [4], 12))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,7 +9,7 @@ from typing import Any, TypeVar
 
 from k3cupy.runtime.dlpack import packed_strides
 from k3cupy.runtime.errors import reject
-from k3cupy.runtime.tensors import ALIGNMENT, TensorView
+from k3cupy.runtime.tensors import ALIGNMENT, TensorView, check_memory, pytorch
 
 Config = TypeVar("Config")
 OPTIONAL_BOOL = (type(None), bool)
@@ -61,7 +60,7 @@ def check_writable(name: str, v: TensorView) -> None:
 
 
 def check_devices(views: Mapping[str, TensorView]) -> None:
-    """Accept CPU tensors or tensors of one GPU; name the one that stands apart."""
+    """Accept CPU tensors or tensors of one GPU, with memory; name the one that stands apart."""
     for name, v in views.items():
         if not v.is_cuda and v.device_type not in ("cpu", "cuda_host"):
             reject(name, "a tensor on the CPU or a CUDA device", f"device {v.device_type}")
@@ -71,6 +70,8 @@ def check_devices(views: Mapping[str, TensorView]) -> None:
         if place != common:
             expected, found = f"device {common} like the other tensors", views[name].device
             reject(name, expected, f"device {found}", "Move it there first")
+    for name, v in views.items():
+        check_memory(name, v)
 
 
 def check_rows_apart(name: str, v: TensorView) -> None:
@@ -103,7 +104,7 @@ def check_packed(name: str, v: TensorView) -> None:
 
 def check_grad(views: Mapping[str, TensorView]) -> None:
     """Refuse tensors that autograd follows, while it does: the operations have no backward."""
-    torch = sys.modules.get("torch")
+    torch = pytorch()
     if torch is None or not torch.is_grad_enabled():
         return
     for name, v in views.items():

@@ -33,9 +33,7 @@ class Signature:
 
     def __init__(self, x: str, weight: str, out: str, *, is_transposed: bool) -> None:
         self.x, self.weight, self.out, self.is_transposed = x, weight, out, is_transposed
-        self.arguments = Arguments(
-            (x, weight, RESIDUAL, out), (x, weight, out) if is_transposed else (x, weight)
-        )
+        self.arguments = Arguments((x, weight, RESIDUAL, out), (x, weight))
 
 
 OURS = Signature("x", "weight", "out", is_transposed=False)
@@ -216,9 +214,6 @@ def _check_for_gpu(signature: Signature, views: dict[str, TensorView], num_token
         reject(signature.x, "a CUDA tensor", f"one on the {x.device}")
     if num_tokens == 0:
         reject(signature.x, "at least one row", "none: there is nothing to compute")
-    for name, v in views.items():
-        if v.size and not v.address:
-            reject(name, "a tensor with memory of its own", "a wrapper of others, without any")
     if num_tokens > 1 and x.strides[0] * x.itemsize % ALIGNMENT:
         multiple = ALIGNMENT // x.itemsize
         reject(signature.x, f"a row stride that is a multiple of {multiple}", str(x.strides[0]))

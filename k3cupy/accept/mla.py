@@ -38,6 +38,12 @@ class MlaProblem(Problem):
     num_slots: int
 
 
+def drop_unread_cache(views: dict[str, TensorView], first: TensorView) -> None:
+    """Leave the cache out of a call without tokens: engines make such before they have one."""
+    if first.shape[:1] == (0,):
+        views.pop("kv_cache", None)
+
+
 def check_rope_types(views: Views) -> None:
     """Accept positions and table together or not at all, of the right types."""
     for missing, other in (ROPE, ROPE[::-1]):
@@ -113,6 +119,7 @@ def problem_of(
     for name, v in views.items():
         checks.check_strides(name, v, inner=name not in _INDICES)
     checks.check_devices(views)
+    updated = tuple([name for name in updated if name in views])
     given = [output.argument for output in outputs if output.argument in views]
     for name in (*updated, *given):
         checks.check_writable(name, views[name])

@@ -36,6 +36,7 @@ def accept(values: Values, *, ds_mla: bool, kv_inputs_ready: bool) -> mla.MlaPro
     given = {name: v for name, v in zip(ARGUMENTS.names, values, strict=True) if v is not None}
     views = ARGUMENTS.views(values)
     dtype = views["ql_nope"].dtype
+    mla.drop_unread_cache(views, views["ql_nope"])
     _check_types(given, views, dtype, ds_mla)
     width = DS_MLA_ROW_BYTES if ds_mla else LATENT_DIM
     num_tokens, num_heads = mla.check_shapes(views, _HEAD_WIDTHS, width, {"out": LATENT_DIM})
@@ -46,7 +47,7 @@ def accept(values: Values, *, ds_mla: bool, kv_inputs_ready: bool) -> mla.MlaPro
     variant = Variant(
         dtype=dtype,
         query_fp8="q_scale_inv" in given,
-        cache="ds_mla" if ds_mla else "same" if views["kv_cache"].dtype == dtype else "fp8",
+        cache="ds_mla" if ds_mla else "fp8" if "cache_scale_inv" in given else "same",
         rope="positions" in given,
         kv_inputs_ready=kv_inputs_ready,
     )
@@ -60,7 +61,8 @@ def _check_types(given: Mapping[str, Any], views: mla.Views, dtype: str, ds_mla:
     for name in ("q_pe", "kv_c_normed", "k_pe"):
         if views[name].dtype != dtype:
             reject(name, f"{dtype} like ql_nope", views[name].dtype, error=TypeError)
-    _check_cache(given, views["kv_cache"], dtype, ds_mla)
+    if "kv_cache" in views:
+        _check_cache(given, views["kv_cache"], dtype, ds_mla)
     checks.check_dtype("slot_mapping", views["slot_mapping"], mla.INDEX_TYPES)
     for name in _SCALES:
         if ds_mla and name in given:
@@ -75,7 +77,7 @@ def _check_types(given: Mapping[str, Any], views: mla.Views, dtype: str, ds_mla:
 
 def _check_cache(given: Mapping[str, Any], cache: TensorView, dtype: str, ds_mla: bool) -> None:
     if ds_mla:
-        checks.check_dtype("kv_cache", cache, ("uint8",), "A ds_mla cache is bytes, 656 a row")
+        checks.check_dtype("kv_cache", cache, mla.FP8, "A ds_mla cache is bytes, 656 a row")
         return
     if cache.shape and cache.shape[-1] == DS_MLA_ROW_BYTES:
         expected, got = f"rows of {LATENT_DIM}", f"rows of {DS_MLA_ROW_BYTES}"

@@ -118,6 +118,7 @@ def accept(signature: Signature, values: Values) -> mla.MlaProblem:
     signature.arguments.numbers(values)
     views = signature.arguments.views(values)
     dtype = views[first].dtype
+    mla.drop_unread_cache(views, views[first])
     _check_types(signature, values, views, dtype)
     widths = {name: _HEAD_WIDTHS[name] for name in (first, "k_nope", "v") if name in views}
     outs = dict(zip(signature.out_names, signature.outputs.values(), strict=True))
@@ -150,7 +151,8 @@ def _check_types(signature: Signature, values: Values, views: mla.Views, dtype: 
         elif name in ("k_nope", "k_pe", "kv_c_normed", "v") and views[name].dtype != dtype:
             reject(name, f"{dtype} like {first}", views[name].dtype, error=TypeError)
     if op in INSERTS:
-        _check_cache(op, views["kv_cache"], dtype)
+        if "kv_cache" in views:
+            _check_cache(op, views["kv_cache"], dtype)
         checks.check_dtype("slot_mapping", views["slot_mapping"], mla.INDEX_TYPES)
         mla.check_rope_types(views)
     for name in arguments.scales:
@@ -169,11 +171,11 @@ def _check_cache(op: str, cache: TensorView, dtype: str) -> None:
     fitting = op
     if cache.dtype == dtype:
         fitting = KEY_CONCAT
-    elif cache.dtype == "uint8" and width == DS_MLA_ROW_BYTES:
+    elif cache.dtype in mla.FP8 and width == DS_MLA_ROW_BYTES:
         fitting = KEY_CONCAT_DS_MLA
     elif cache.dtype in mla.FP8 and width == LATENT_DIM:
         fitting = QKV_QUANT
-    accepted = {KEY_CONCAT: (dtype,), KEY_CONCAT_DS_MLA: ("uint8",), QKV_QUANT: mla.FP8}[op]
+    accepted = {KEY_CONCAT: (dtype,), KEY_CONCAT_DS_MLA: mla.FP8, QKV_QUANT: mla.FP8}[op]
     if fitting != op or cache.dtype not in accepted:
         expected = f"{' or '.join(accepted)} rows of {_CACHE_WIDTHS[op]}"
         hint = "" if fitting == op else f"Call {fitting} for such a cache"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from k3cupy.call import outputs
 from k3cupy.call.prober import Probe, make_prober
 from k3cupy.runtime import producers, tensors
 from k3cupy.runtime.errors import reject
@@ -70,10 +72,14 @@ def scale_number(name: str, value: Any) -> float:
     Raises:
         ValueError: it is not finite and positive, or not so any more in fp32.
     """
-    with np.errstate(over="ignore", under="ignore"):
-        rounded = float(np.float32(value))
+    expected = "a finite number above 0 (in fp32)"
+    try:
+        with np.errstate(over="ignore", under="ignore"):
+            rounded = float(np.float32(value))
+    except OverflowError:
+        reject(name, expected, "one beyond every float")
     if not (math.isfinite(rounded) and rounded > 0):
-        reject(name, "a finite number above 0 (in fp32)", repr(value))
+        reject(name, expected, repr(value))
     return rounded
 
 
@@ -121,48 +127,42 @@ class Problem:
         return next(iter(self.views.values()))
 
 
-class Overlap:
-    """What only the addresses decide, checked on each call: outputs apart from inputs.
+class Memory:
+    """What a signature cannot tell, checked on each call: all memory is there, outputs are apart.
 
     Attributes:
-        written: place of a tensor that is written, its span, and place and span of the others.
+        check: (values, addresses) -> None, or an error that names the argument; None where there is
+            nothing to check.
+        count: (values) -> None, counts the writes as PyTorch does; None where it counts none.
     """
 
     def __init__(self, arguments: Arguments, problem: Problem) -> None:
-        views, in_place = problem.views, problem.in_place
+        views, places = problem.views, arguments.places
         written = [*problem.updated, *[output.argument for output in problem.outputs]]
         self._arguments = arguments
         self._names = tuple([name for name in written if name in views])
+        counted = [places[n] for n in self._names if views[n].framework == "torch"]
+        self.count = outputs.write_counter(counted) if counted else None
         self._in_place: set[tuple[int, int]] = set()
-        pairs = []
-        if self._names:
-            for target, name in itertools.product(self._names, in_place):
-                if name in views and _are_laid_out_alike(views[target], views[name]):
-                    self._in_place.add((arguments.places[target], arguments.places[name]))
-            spans = {arguments.places[name]: v.span for name, v in views.items()}
-            for name in self._names:
-                place = arguments.places[name]
-                span = spans.pop(place)  # a pair is looked at once, from its first member
-                pairs.append((place, span, tuple(spans.items())))
-        self.written = tuple(pairs)
-
-    def check(self, values: Values, addresses: list[int]) -> None:
-        """Refuse an output that shares memory with another argument, but for one that may be it."""
-        suspicious = False
-        for target, length, others in self.written:
-            start = addresses[target]
-            end = start + length
-            for index, span in others:
-                other = addresses[index]
-                if other < end and start < other + span:
-                    same = other == start and (target, index) in self._in_place
-                    suspicious = suspicious or not same
-        if suspicious:
-            self._refuse(values, addresses)
+        spans = {places[name]: v.span for name, v in views.items()}
+        tests = [_BEYOND.format(places[n]) for n, v in views.items() if v.room is not None]
+        for target, name in itertools.product(self._names, problem.in_place):
+            if name in views and _are_laid_out_alike(views[target], views[name]):
+                self._in_place.add((places[target], places[name]))
+        others = dict(spans)
+        for place in map(places.__getitem__, self._names):
+            del others[place]  # a pair is looked at once, from its first member
+            for other in others:
+                may_be_it = _ELSEWHERE if (place, other) in self._in_place else ""
+                tests.append(f"({_SHARED.format(place, other)}{may_be_it.format(place, other)})")
+        make = _check_maker(" or ".join(tests) or "False", len(places), tuple(spans))
+        self.check = make(tuple(spans.values()), self._refuse) if tests else None
 
     def _refuse(self, values: Values, addresses: list[int]) -> None:
         """Look again, byte by byte: spans may interleave and share none."""
         views = self._arguments.views(values)
+        for name, v in views.items():
+            tensors.check_memory(name, v)
         others = {name: v for name, v in views.items() if name not in self._names}
         for target, index in self._in_place:
             if addresses[target] == addresses[index]:
@@ -172,6 +172,36 @@ class Overlap:
                 if may_overlap(views[name], other):
                     reject(name, f"memory apart from {other_name}", "tensors that overlap")
             others[name] = views[name]
+
+
+_BEYOND = "a{0} + s{0} > (m := t{0}.untyped_storage()).data_ptr() + len(m)"
+_SHARED = "a{1} < a{0} + s{0} and a{0} < a{1} + s{1}"
+_ELSEWHERE = " and a{0} != a{1}"
+
+
+@functools.lru_cache
+def _check_maker(suspicious: str, count: int, placed: tuple[int, ...]) -> Any:
+    """Return what makes the check of a call, in line: a loop would cost as much as its tests.
+
+    Args:
+        suspicious: what to look at again, of tensors ``t0``, addresses ``a0`` and spans ``s0``.
+        count: arguments of the operation.
+        placed: the places whose spans are given.
+    """
+    values, addresses = (", ".join(f"{x}{i}" for i in range(count)) for x in "ta")
+    lines = [
+        "def make(spans, refuse):",
+        f"    {', '.join(f's{i}' for i in placed)}, = spans",
+        "    def check(values, addresses):",
+        f"        {values}, = values",
+        f"        {addresses}, = addresses",
+        f"        if {suspicious}:",
+        "            refuse(values, addresses)",
+        "    return check",
+    ]
+    scope: dict[str, Any] = {}
+    exec(compile("\n".join(lines), "<k3cupy memory check>", "exec"), scope)
+    return scope["make"]
 
 
 def _are_laid_out_alike(a: TensorView, b: TensorView) -> bool:

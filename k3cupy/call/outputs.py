@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ml_dtypes  # noqa: F401  registers bfloat16 and float8 with NumPy
 import numpy as np
 
-from k3cupy.runtime import streams, toolchain
+from k3cupy.runtime import streams, tensors, toolchain
 
 Allocator = Callable[[], Any]
 
@@ -20,7 +19,7 @@ Allocator = Callable[[], Any]
 def address_of(framework: str) -> Callable[[Any], int]:
     """Return the function that gives the address of what a GPU ``allocator`` made."""
     if framework == "torch":
-        data_ptr: Callable[[Any], int] = sys.modules["torch"].Tensor.data_ptr
+        data_ptr: Callable[[Any], int] = tensors.pytorch().Tensor.data_ptr
         return data_ptr
     return lambda array: int(array.data.ptr)
 
@@ -38,7 +37,7 @@ def allocator(framework: str, shape: tuple[int, ...], dtype: str, device: int | 
         device: GPU ordinal, or None for the CPU.
     """
     if framework == "torch":
-        torch = sys.modules["torch"]
+        torch = tensors.pytorch()
         place = torch.device("cpu" if device is None else f"cuda:{device}")
         kind = getattr(torch, dtype)
         return functools.partial(torch.empty, shape, dtype=kind, device=place)
@@ -80,12 +79,31 @@ def allocated_for(framework: str, device: int, stream: int) -> Iterator[None]:
     a kernel on another stream.
     """
     if framework == "torch":
-        torch = sys.modules["torch"]
+        torch = tensors.pytorch()
         with torch.cuda.stream(streams.of_torch(stream, device)):
             yield
         return
     with streams.current_for_cupy(stream, device):
         yield
+
+
+def write_counter(places: Sequence[int]) -> Callable[[tuple[Any, ...]], None]:
+    """Return what counts a write of some of a call's values, as PyTorch's own operations do.
+
+    Then autograd sees it, and whoever asks for a tensor's version. PyTorch has no count for what
+    was made in inference mode.
+
+    Args:
+        places: of PyTorch's tensors.
+    """
+    increment = tensors.pytorch().autograd.graph.increment_version
+
+    def count(values: tuple[Any, ...]) -> None:
+        for place in places:
+            if not values[place].is_inference():
+                increment(values[place])
+
+    return count
 
 
 def keep_for_stream(values: list[Any], device: int, stream: int) -> None:
@@ -94,10 +112,10 @@ def keep_for_stream(values: list[Any], device: int, stream: int) -> None:
     Then the caller may drop them right after the call: their memory is not given to another tensor
     before the kernel has read it. CuPy has no such record; its arrays must outlive the kernel.
     """
-    torch = sys.modules.get("torch")
+    torch = tensors.pytorch()
     if torch is None:
         return
-    held = [value for value in values if isinstance(value, torch.Tensor)]
+    held = [value for value in values if isinstance(value, torch.Tensor) and value.is_cuda]
     if held:
         external = streams.of_torch(stream, device)
         for value in held:

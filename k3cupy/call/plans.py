@@ -10,7 +10,7 @@ import ml_dtypes  # noqa: F401  registers bfloat16 and float8 with NumPy
 import numpy as np
 
 from k3cupy.call import outputs
-from k3cupy.call.arguments import Arguments, Overlap, Problem, Values, scale_number
+from k3cupy.call.arguments import Arguments, Memory, Problem, Values, scale_number
 from k3cupy.call.launch import MAKERS, Launch
 from k3cupy.runtime import env, instances, launch, sources, streams, tensors
 from k3cupy.runtime.errors import CaptureError
@@ -77,14 +77,16 @@ class ReferencePlan:
     ) -> None:
         self._arguments, self._problem = arguments, problem
         self._reference, self._verify = reference, verify
-        self._overlap = Overlap(arguments, problem)
+        memory = Memory(arguments, problem)
+        self._check, self._count = memory.check, memory.count
         self._framework = problem.first.framework
         self._outputs = {arguments.places[output.argument]: output for output in problem.outputs}
 
     def run(self, values: Values, addresses: list[int], stream: Any) -> Any:
         """Compute a call."""
         problem, arguments, framework = self._problem, self._arguments, self._framework
-        self._overlap.check(values, addresses)
+        if self._check is not None:
+            self._check(values, addresses)
         every = list(values)
         for place, output in self._outputs.items():
             if values[place] is None:
@@ -92,7 +94,10 @@ class ReferencePlan:
         views = arguments.views(tuple(every))
         if self._verify is not None:
             self._verify(problem, views, None)
-        self._reference(problem, self._arrays(views) | arguments.numbers(values))
+        if problem.num_tokens:
+            self._reference(problem, self._arrays(views) | arguments.numbers(values))
+        if self._count is not None:
+            self._count(values)
         outs = [
             outputs.finish(framework, every[place], output.dtype)
             if values[place] is None
@@ -140,8 +145,8 @@ class CudaPlan:
         """
         first = problem.first
         self._arguments, self._problem, self._verify = arguments, problem, verify
-        overlap = Overlap(arguments, problem)
-        self._check_overlap = overlap.check if overlap.written else None
+        memory = Memory(arguments, problem)
+        self._check, self._count = memory.check, memory.count
         self._device, self._framework = first.device_index, first.framework
         frameworks = [v.framework for v in problem.views.values()]
         stream_framework = "torch" if "torch" in frameworks else "cupy"
@@ -204,8 +209,8 @@ class CudaPlan:
 
     def run(self, values: Values, addresses: list[int], stream: Any) -> Any:
         """Queue a call."""
-        if self._check_overlap is not None:
-            self._check_overlap(values, addresses)
+        if self._check is not None:
+            self._check(values, addresses)
         handle = self._current_stream() if stream is None else streams.handle_of(stream)
         if self._verify is not None:
             self._verify(self._problem, self._arguments.views(values), handle)
@@ -227,6 +232,8 @@ class CudaPlan:
             for place, map_at in maps:
                 arguments[place] = map_at(arguments[place])
             queue(handle, arguments)
+        if self._count is not None:
+            self._count(values)
         if stream is not None:
             outputs.keep_for_stream([*values, *outs], self._device, handle)
         if self._framework == "jax":

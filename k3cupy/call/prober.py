@@ -15,6 +15,8 @@ from typing import Any, cast
 from k3cupy.runtime import producers, streams
 from k3cupy.runtime.tensors import ALIGNMENT
 
+_FORWARD_AD = "torch.autograd.forward_ad"
+
 Probe = Callable[[tuple[Any, ...], Any], tuple[list[int], tuple[Any, ...], Any]]
 """(values, stream) -> addresses, signature, and what must live until the memory has been used."""
 
@@ -62,6 +64,8 @@ def _code(names: Sequence[str], required: Collection[str]) -> str:
         # Off the GPU an ordinal says too little: a tensor without memory has -1 as well.
         f"if {any_of('type({}) not in torch_types')} or {given[0]}.get_device() < 0:",
         "    return any_producer(values, stream)",
+        f"if {any_of('{}.is_neg()')} or modules[{_FORWARD_AD!r}]._current_level >= 0:",
+        "    return any_producer(values, stream)",
         f"if modules['torch'].is_grad_enabled() and ({any_of('{}.requires_grad')}):",
         "    return any_producer(values, stream)",
         *(f"at_{name} = {name}.data_ptr()" for name in given),
@@ -73,13 +77,18 @@ def _code(names: Sequence[str], required: Collection[str]) -> str:
             f"    like_{name} = None",
             "else:",
             f"    at_{name} = {name}.data_ptr()",
-            f"    like_{name} = ({_layout(name)})",
+            f"    like_{name} = ({_layout(name)}, {_past(name)})",
         ]
+    at = [f"at_{name}" for name in given]
     addresses = ", ".join(f"at_{name}" for name in short.values())
     signature = ", ".join(
         _layout(name) if name in given else f"like_{name}" for name in short.values()
     )
-    body.append(f"return [{addresses}], ({signature},), None")
+    body += [
+        f"past = 0 if {' and '.join(at)} and not ({' | '.join(at)}) % {ALIGNMENT} else (",
+        f"    {', '.join(map(_past, given))},)",
+        f"return [{addresses}], ({signature}, past), None",
+    ]
     lines = [
         "def probe(values, stream):",
         "    try:",
@@ -92,6 +101,9 @@ def _code(names: Sequence[str], required: Collection[str]) -> str:
 
 
 def _layout(name: str) -> str:
-    return (
-        f"{name}.shape, {name}.stride(), {name}.dtype, {name}.get_device(), at_{name} % {ALIGNMENT}"
-    )
+    return f"{name}.shape, {name}.stride(), {name}.dtype, {name}.get_device()"
+
+
+def _past(name: str) -> str:
+    """Say what of an address belongs to a signature; None is no memory at all."""
+    return f"at_{name} % {ALIGNMENT} if at_{name} else None"

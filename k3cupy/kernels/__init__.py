@@ -4,3 +4,35 @@ Each has ``KERNEL`` (its name in choices and tables), ``SOURCE``, ``Variant`` (w
 ``Config`` (what is tuned), its parameters in the order of the source, and ``launches``: the grid
 and the arguments of a validated call. Nothing here chooses.
 """
+
+from __future__ import annotations
+
+from k3cupy.runtime.tensors import is_integer
+
+_TYPES = {"int": int, "bool": bool, "str": str}
+
+
+class Tuned:
+    """What every ``Config`` is beside its fields, a frozen dataclass of numbers, flags and names.
+
+    Integers of NumPy become Python's.
+
+    Attributes:
+        is_typed: each field is of its type, and no float or bool stands for an integer.
+    """
+
+    is_typed = True
+    _types: list[type]
+
+    def __init_subclass__(cls) -> None:
+        """Note the types of the fields, in order."""
+        cls._types = [_TYPES[kind] for kind in cls.__annotations__.values()]
+
+    def __post_init__(self) -> None:
+        """Look at the types once: a search makes thousands of configurations."""
+        if list(map(type, vars(self).values())) != self._types:
+            for name, value in vars(self).items():
+                if is_integer(value):
+                    object.__setattr__(self, name, int(value))
+            typed = list(map(type, vars(self).values())) == self._types
+            object.__setattr__(self, "is_typed", typed)

@@ -6,6 +6,7 @@ from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from k3cupy.call.launch import Launch, Parameters
+from k3cupy.kernels import Tuned
 from k3cupy.runtime import tensor_maps
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.instances import TEMPLATE_FLAGS, Instance
@@ -79,7 +80,7 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class FusedAGemmConfig:
+class FusedAGemmConfig(Tuned):
     """How the product is cut into blocks, warps and stages.
 
     Attributes:
@@ -171,7 +172,7 @@ class FusedAGemmConfig:
         Args:
             device: the GPU; without it only what holds on every GPU is looked at.
         """
-        if not self._is_well_formed() or self.block_size > _MAX_THREADS:
+        if not (self.is_typed and self._is_well_formed()) or self.block_size > _MAX_THREADS:
             return False
         sums = self.tile_m * self.tile_n // (32 * self.warps_n)
         registers = min(_REGISTERS_PER_SM // self.block_size // 8 * 8, _MAX_REGISTERS)

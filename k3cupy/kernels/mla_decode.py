@@ -7,6 +7,7 @@ from typing import Any
 
 from k3cupy.call.launch import Launch, Parameters
 from k3cupy.constants import CHUNK_ELEMENTS, CTYPES, KV_LORA_RANK, LATENT_DIM
+from k3cupy.kernels import Tuned
 from k3cupy.kernels.cache_rows import cache_values, rope_values
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.instances import TEMPLATE_FLAGS, Instance
@@ -81,7 +82,7 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class MlaDecodeConfig:
+class MlaDecodeConfig(Tuned):
     """How threads are mapped to the 72 chunks of a query row.
 
     Attributes:
@@ -97,7 +98,7 @@ class MlaDecodeConfig:
     def is_valid(self) -> bool:
         """Return whether the kernel can be compiled with these numbers."""
         threads, chunks = self.block_size, self.chunks_per_thread
-        if not 32 <= threads <= _MAX_THREADS:
+        if not (self.is_typed and 32 <= threads <= _MAX_THREADS):
             return False
         if self.split == 0:
             lanes_hold_tiles = chunks in (1, 2, 4, 8) and _NOPE_CHUNKS // chunks % _TILE_LANES == 0

@@ -7,6 +7,7 @@ from typing import Any
 
 from k3cupy.call.launch import Launch, Parameters
 from k3cupy.constants import CTYPES
+from k3cupy.kernels import Tuned
 from k3cupy.kernels.cache_rows import cache_values, rope_values
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.instances import TEMPLATE_FLAGS, Instance
@@ -141,7 +142,7 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class MlaPrefillConfig:
+class MlaPrefillConfig(Tuned):
     """How threads are mapped to the rows.
 
     Attributes:
@@ -155,7 +156,8 @@ class MlaPrefillConfig:
 
     def is_valid(self) -> bool:
         """Return whether the kernels can be compiled with these numbers."""
-        return self.tasks_per_block in (8, 16) and self.heads_per_task in (1, 2, 3, 4, 6)
+        tasks, heads = self.tasks_per_block, self.heads_per_task
+        return self.is_typed and tasks in (8, 16) and heads in (1, 2, 3, 4, 6)
 
     def threads(self, variant: Variant) -> int:
         """Return the threads of a block."""

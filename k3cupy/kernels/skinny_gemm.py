@@ -7,6 +7,7 @@ from typing import Any
 
 from k3cupy.call.launch import Launch, Parameters
 from k3cupy.constants import CTYPES
+from k3cupy.kernels import Tuned
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.instances import TEMPLATE_FLAGS, Instance
 from k3cupy.runtime.tensors import row_stride
@@ -58,7 +59,7 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class SkinnyGemmConfig:
+class SkinnyGemmConfig(Tuned):
     """How the product is cut into blocks, threads and loads.
 
     Attributes:
@@ -107,7 +108,8 @@ class SkinnyGemmConfig:
             device: the GPU; every configuration runs on every GPU.
         """
         return (
-            1 <= self.num_rows <= MAX_TOKENS
+            self.is_typed
+            and 1 <= self.num_rows <= MAX_TOKENS
             and self.block_size % _WARP == 0
             and 0 < self.block_size <= _MAX_THREADS
             and self.outputs_per_block >= 1

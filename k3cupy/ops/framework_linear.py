@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from k3cupy.call import outputs
 from k3cupy.runtime import producers, streams
 from k3cupy.runtime.errors import reject
+from k3cupy.runtime.tensors import pytorch
 
 _ARRAYS = ("numpy", "cupy", "jax")
 
@@ -18,7 +18,7 @@ def linear(x: Any, weight: Any, residual: Any, stream: Any) -> Any:
     Raises:
         TypeError: the tensors are of no framework with a linear, or of several.
     """
-    torch = sys.modules.get("torch")
+    torch = pytorch()
     if torch is not None and isinstance(x, torch.Tensor):
         device = x.device.index if x.device.type == "cuda" else None
         if stream is None or device is None:

@@ -1,13 +1,13 @@
 """The fused-A GEMM: the product of a few tokens with a weight, at the speed of reading the weight.
 
-Source: the public fused-A GEMM of DeepSeek-V3 as SGLang and vLLM have it, whose signature
+Source: the public fused-A GEMM of DeepSeek-V3 as vLLM and SGLang have it, whose two signatures
 ``dsv3_fused_a_gemm`` keeps. M is the number of tokens, K the width of one, N that of the output.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 from k3cupy.accept import checks, gemm
 from k3cupy.accept.checks import OPTIONAL_BOOL
@@ -20,6 +20,7 @@ from k3cupy.choose.gemm import FUSED_A, choose
 from k3cupy.kernels import fused_a_gemm as kernel
 from k3cupy.kernels.fused_a_gemm import MAX_TOKENS, FusedAGemmConfig
 from k3cupy.reference.fused_a_gemm import fused_a_gemm_reference
+from k3cupy.runtime import producers
 from k3cupy.runtime.devices import DeviceInfo
 
 
@@ -93,16 +94,31 @@ def fused_a_gemm(
     return OPERATION((x, weight, residual, out), options, stream)
 
 
-def dsv3_fused_a_gemm(output: Any, mat_a: Any, mat_b: Any, enable_pdl: bool = False) -> None:
-    """Compute ``output = mat_a @ mat_b`` with the public signature; see ``fused_a_gemm``.
+@overload
+def dsv3_fused_a_gemm(output: Any, mat_a: Any, mat_b: Any, enable_pdl: bool = False) -> None: ...
+@overload
+def dsv3_fused_a_gemm(
+    mat_a: Any, mat_b: Any, output: Any = None, enable_pdl: bool = False
+) -> Any: ...
+def dsv3_fused_a_gemm(*args: Any, **kwargs: Any) -> Any:
+    """Compute ``output = mat_a @ mat_b`` with the public signatures; see ``fused_a_gemm``.
+
+    Both orders of arguments are taken: ``(output, mat_a, mat_b, enable_pdl=False)``, vLLM's, and
+    ``(mat_a, mat_b, output=None)``, SGLang's. Of three tensors without names, shapes and the
+    layout of mat_b tell which is meant: no call fits both. (A bare DLPack object has no shape to
+    look at: with such it is vLLM's.)
 
     Args:
-        output: [M, N] bfloat16, written. Inner stride 1, rows apart from one another.
+        output: [M, N] bfloat16, written. Inner stride 1, rows apart from one another. In SGLang's
+            order it may be left out, for a new tensor.
         mat_a: [M, K] bfloat16, M from 0 to 64: x of ``fused_a_gemm``.
         mat_b: [K, N] bfloat16 with strides (1, K): the packed weight [N, K] seen transposed.
         enable_pdl: programmatic dependent launch where the GPU has it, and with it the promise of
             ``weight_is_static`` for mat_b, as the public function has it. False: a launch that
             waits for the end of the preceding kernel.
+
+    Returns:
+        output in SGLang's order; nothing in vLLM's, and where all three tensors are named.
 
     Raises:
         TypeError, ValueError, CaptureError, CompileError, ToolchainError: as ``fused_a_gemm``.
@@ -114,9 +130,34 @@ def dsv3_fused_a_gemm(output: Any, mat_a: Any, mat_b: Any, enable_pdl: bool = Fa
         >>> k3cupy.dsv3_fused_a_gemm(output, x, weight.t())
         >>> output[0, 0]
         tensor(128., dtype=torch.bfloat16)
+        >>> k3cupy.dsv3_fused_a_gemm(x, weight.t()).shape
+        torch.Size([4, 256])
     """
+    if len(args) >= 3:
+        is_sglang = _ends_with_output(*args[:3])
+    else:  # the names that follow tell
+        is_sglang = ("output", "mat_a", "mat_b")[len(args)] not in kwargs
+    return (_dsv3_of_sglang if is_sglang else _dsv3_of_vllm)(*args, **kwargs)
+
+
+def _dsv3_of_vllm(output: Any, mat_a: Any, mat_b: Any, enable_pdl: bool = False) -> None:
+    producers.check(output, "output")
+    _dsv3_of_sglang(mat_a, mat_b, output, enable_pdl)
+
+
+def _dsv3_of_sglang(mat_a: Any, mat_b: Any, output: Any = None, enable_pdl: bool = False) -> Any:
     checks.check_flags(locals(), "enable_pdl")
-    _DSV3((mat_a, mat_b, None, output), (enable_pdl, enable_pdl, False, None), None)
+    return _DSV3((mat_a, mat_b, None, output), (enable_pdl, enable_pdl, False, None), None)
+
+
+def _ends_with_output(first: Any, second: Any, third: Any) -> bool:
+    """Return whether three tensors are mat_a, mat_b and output, in this order."""
+    shapes: Any = [getattr(t, "shape", ()) for t in (first, second, third)]
+    a, b, out = shapes
+    if not (len(a) == len(b) == 2 and a[1] == b[0] and (third is None or out == (a[0], b[1]))):
+        return False
+    # Three squares of one size fit either order; the weight is the one that is seen transposed.
+    return a != b or producers.view(second, "mat_b").strides == (1, b[0])
 
 
 def explain_fused_a_gemm(*args: Any, **kwargs: Any) -> Choice:

@@ -17,6 +17,7 @@ from k3cupy.ops.dispatch_report import Counter, counter_of, counters
 from k3cupy.runtime import devices, producers, sources
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import CaptureError, ToolchainError, reject
+from k3cupy.runtime.tensors import is_integer
 from k3cupy.runtime.warn import warn_user
 
 _probe = OURS.arguments.probe
@@ -126,7 +127,7 @@ def explain_low_latency_gemm(
         >>> import torch, k3cupy
         >>> x, weight = torch.ones(4, 128).bfloat16(), torch.ones(256, 128).bfloat16()
         >>> print(k3cupy.explain_low_latency_gemm(x, weight))
-        linear: x: expected a CUDA tensor, got one on the cpu
+        linear on the CPU: x: expected a CUDA tensor, got one on the cpu
     """
     values = (x, weight, residual, None)
     invariant = batch_invariance.resolved(batch_invariant)
@@ -160,7 +161,7 @@ def select_backend(
         True
     """
     for name, value in (("num_tokens", num_tokens), ("n", n), ("k", k)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        if not is_integer(value) or value < 0:
             reject(name, "an integer of at least 0", repr(value))
     try:
         gpu = device if isinstance(device, DeviceInfo) else devices.info(devices.ordinal_of(device))
@@ -169,6 +170,7 @@ def select_backend(
     if 0 in (num_tokens, n, k):
         return None
     invariant = batch_invariance.is_batch_invariant()
+    num_tokens, n, k = map(int, (num_tokens, n, k))
     found = choose(ALL, n, k, num_tokens, gpu, residual=has_residual, batch_invariant=invariant)
     return None if found.is_fallback else found.kernel
 
@@ -197,15 +199,13 @@ def _run(values: Values, batch_invariant: Any, weight_is_static: Any, stream: An
         return None
     key = (signature, batch_invariant, weight_is_static, stamp(_SOURCES))
     route = _routes.get(key)
-    # The signature does not tell a tensor without memory from one that has some.
-    readable = addresses[0] and addresses[1]
-    if route is None or not readable:
+    if route is None:
         route = _make_route(values, batch_invariant, weight_is_static, stream)
-        if readable:
-            _routes.remember(key, route)
+        _routes.remember(key, route)
     counter, plan = route
     counter.calls += 1
     if plan is None:
+        producers.check_storages(OURS.arguments.names, values)
         return None
     result = plan.run(values, addresses, stream)
     del owners  # memory that exists only for this call has been used, or queued to be
@@ -231,7 +231,7 @@ def _make_route(
         if sources.overridden() is not None:  # an edited copy that is not there is raised
             sources.load(_OPERATIONS[choice.kernel].kernel.SOURCE)
         warn_user(f"low-latency linear: {choice.kernel} cannot run: {error}")
-        return _counter_of(_fallback(str(error), batch_invariant), values), None
+        return _counter_of(_fallback(error, batch_invariant, values), values), None
     return _counter_of(choice, values), plan
 
 
@@ -248,12 +248,12 @@ def _decide(
         for name, value in zip(OURS.arguments.names, values, strict=True):
             if value is not None or name in OURS.arguments.required:
                 producers.check(value, name)  # what is no tensor at all is the caller's mistake
-        return None, _fallback(str(error), batch_invariant)
+        return None, _fallback(error, batch_invariant, values)
     try:
         gpu = devices.info(problem.x.device_index)
     except ToolchainError as error:
         warn_user(f"low-latency linear: no kernel of ours can run: {error}")
-        return None, _fallback(str(error), batch_invariant)
+        return None, _fallback(error, batch_invariant, values)
     choice = choose(
         ALL,
         *problem.size,
@@ -273,8 +273,10 @@ def _completed(problem: GemmProblem | None, choice: Choice) -> Choice:
     return _OPERATIONS[choice.kernel].complete(problem, choice, has_pdl)
 
 
-def _fallback(reason: str, batch_invariant: bool) -> Choice:
-    return Choice(FRAMEWORK, None, reason + (NOT_INVARIANT if batch_invariant else ""))
+def _fallback(error: Exception, batch_invariant: bool, values: Values) -> Choice:
+    reason = str(error) + (NOT_INVARIANT if batch_invariant else "")
+    on_cpu = producers.is_on_cpu(values[0])
+    return Choice(FRAMEWORK, None, reason, runs_on="cpu" if on_cpu else "cuda")
 
 
 def _counter_of(choice: Choice, values: Values) -> Counter:

@@ -51,8 +51,9 @@ def fused_mla_decode_q_concat_kv_cache_insert(
         kv_c_normed: [B, 512], same type. Inner stride 1, row stride free.
         k_pe: [B, 64] or [B, 1, 64], same type. Inner stride 1, row stride free.
         kv_cache: written in place. [num_blocks, block_size, 576] of the inputs' type or of
-            float8_e4m3fn (uint8 is taken as its bytes); with ``ds_mla`` [.., .., 656] uint8. Inner
-            stride 1, block and token strides free. Bytes of other slots stay as they were.
+            float8_e4m3fn (uint8 is taken as its bytes); with ``ds_mla`` [.., .., 656] of either.
+            Inner stride 1, block and token strides free. Bytes of other slots stay as they were.
+            With B = 0 any tensor will do.
         slot_mapping: [>= B] int64 or int32, slot = block * block_size + offset. Negative slots are
             padding; slots past the cache are skipped like it. Entries past B are not read.
         ds_mla: the cache has 656-byte rows: 512 e4m3 bytes in tiles of 128, four fp32 tile scales,

@@ -15,6 +15,8 @@ And all raise the same:
 - CaptureError: the instance is not loaded and the stream is capturing a graph.
 - CompileError, ToolchainError: the kernel cannot be built here; the text says why.
 
+With T = 0 nothing is launched, and any tensor will do as the cache.
+
 Tensors may come from PyTorch, CuPy, NumPy, JAX or any DLPack producer, all on one CUDA device, or
 all on the CPU, where the same function runs in NumPy. Outputs are tensors of the first input's
 framework; CuPy has no float8 and gets the codes as uint8.
@@ -129,8 +131,8 @@ def fused_mla_key_concat_ds_mla_insert(
     Arguments, result and errors are those of that function; the cache alone is another.
 
     Args:
-        kv_cache: [num_blocks, block_size, 656] uint8, written in place. Inner stride 1, block and
-            token strides free. Bytes of other slots stay as they were.
+        kv_cache: [num_blocks, block_size, 656] uint8 (or float8_e4m3fn), written in place. Inner
+            stride 1, block and token strides free. Bytes of other slots stay as they were.
 
     Example:
         >>> import torch, k3cupy

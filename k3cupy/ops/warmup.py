@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import numbers
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -38,6 +39,7 @@ from k3cupy.runtime import devices, instances
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import reject
 from k3cupy.runtime.instances import Instance
+from k3cupy.runtime.tensors import is_integer
 
 Flags = bool | Sequence[bool]
 Names = str | Sequence[str]
@@ -336,7 +338,7 @@ _OPERATIONS: dict[str, Callable[..., Wanted]] = {
 
 def _several(value: Any) -> Sequence[Any]:
     """Return the values of an option that takes one or several: texts, flags, numbers."""
-    return [value] if isinstance(value, str | bool | int) else list(value)
+    return [value] if isinstance(value, str | numbers.Integral) else list(value)
 
 
 def _named(option: str, value: Names, known: Iterable[str]) -> Sequence[str]:
@@ -357,7 +359,7 @@ def shapes_of(shapes: Shapes, k_multiple: int) -> tuple[tuple[int, int], ...]:
             reject("shapes", f"K a multiple of {k_multiple}", repr(pair))
     if not pairs:
         reject("shapes", "at least one", "none")
-    return tuple((n, k) for n, k in pairs)
+    return tuple((int(n), int(k)) for n, k in pairs)
 
 
 def tokens_of(tokens: Numbers, most: int) -> tuple[int, ...]:
@@ -368,8 +370,8 @@ def tokens_of(tokens: Numbers, most: int) -> tuple[int, ...]:
             reject("tokens", f"numbers from 1 to {most}", repr(count))
     if not counts:
         reject("tokens", "at least one", "none")
-    return tuple(counts)
+    return tuple(map(int, counts))
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return is_integer(value) and bool(value > 0)

@@ -10,6 +10,7 @@ from typing import Any
 
 from k3cupy.runtime import toolchain
 from k3cupy.runtime.errors import ToolchainError, reject
+from k3cupy.runtime.tensors import is_integer
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def ordinal_of(device: Any) -> int:
         index = int(text) if text.isdigit() else text or None
     if index is None:
         index = toolchain.cupy().cuda.runtime.getDevice()
-    if kind != "cuda" or not isinstance(index, int) or not 0 <= index < number:
+    if kind != "cuda" or not is_integer(index) or not 0 <= index < number:
         reject("device", f"a GPU ordinal below {number}", repr(device))
     return int(index)
 

@@ -13,7 +13,7 @@ import ctypes
 from dataclasses import dataclass
 from typing import Any
 
-_CPU_DEVICES = {1: "cpu", 3: "cuda_host"}
+CPU_DEVICES = {1: "cpu", 3: "cuda_host"}
 CUDA_DEVICES = {2: "cuda", 13: "cuda_managed"}
 _READ_ONLY = 1
 _COPIED = 2
@@ -135,7 +135,7 @@ def read_header(capsule: Any) -> Header:
     if tensor.dtype.lanes != 1:
         raise BufferError(f"DLPack type with {tensor.dtype.lanes} lanes, expected 1")
     device = tensor.device.type
-    device_type = _CPU_DEVICES.get(device) or CUDA_DEVICES.get(device)
+    device_type = CPU_DEVICES.get(device) or CUDA_DEVICES.get(device)
     if device_type is None:
         raise BufferError(f"DLPack device type {device}, expected CPU or CUDA")
     shape = tuple(tensor.shape[i] for i in range(tensor.ndim))

@@ -12,21 +12,57 @@ Other producers go through their DLPack capsule (see ``dlpack``).
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 from k3cupy.runtime import dlpack, streams
-from k3cupy.runtime.tensors import ALIGNMENT, TensorView, is_number, itemsize
+from k3cupy.runtime.tensors import (
+    ALIGNMENT,
+    TensorView,
+    check_memory,
+    is_number,
+    itemsize,
+    pytorch,
+)
 
 Probe = tuple[int, Hashable, object]
 """Address, signature, and what must live until the memory was used (None: only the tensor)."""
 
 
+def _past(address: int) -> int | None:
+    """Return what of an address belongs to a signature; None for no memory at all."""
+    return address % ALIGNMENT if address else None
+
+
 # --- PyTorch ------------------------------------------------------------------------------------
 
 
+def _check_values(t: Any) -> None:
+    """Refuse a tensor whose memory does not hold its values, or not all that belongs to them.
+
+    Raises:
+        BufferError: the text says what it is, and what to pass.
+    """
+    torch = pytorch()
+    if t.is_neg():
+        raise BufferError("a view that carries the negative bit. Pass its resolve_neg()")
+    if tracks_tangents() and torch.autograd.forward_ad.unpack_dual(t).tangent is not None:
+        raise BufferError(
+            "a dual tensor of forward-mode AD, of which the operations have no derivative. Pass "
+            "its primal, as torch.autograd.forward_ad.unpack_dual gives it"
+        )
+    functorch = torch._C._functorch
+    if torch._C._are_functorch_transforms_active() and functorch.is_functorch_wrapped_tensor(t):
+        raise BufferError("a tensor inside a transform of torch.func. Call outside of it")
+
+
+def tracks_tangents() -> bool:
+    """Return whether a level of forward-mode AD is open, so that tensors may carry tangents."""
+    return bool(pytorch().autograd.forward_ad._current_level >= 0)
+
+
 def _view_torch(t: Any) -> TensorView:
+    _check_values(t)
     dtype = str(t.dtype).removeprefix("torch.")
     return TensorView(
         address=t.data_ptr(),
@@ -39,6 +75,7 @@ def _view_torch(t: Any) -> TensorView:
         readonly=False,
         requires_grad=t.requires_grad,
         framework="torch",
+        room=max(t.untyped_storage().nbytes() - t.storage_offset() * t.element_size(), 0),
     )
 
 
@@ -47,13 +84,13 @@ def _view_torch(t: Any) -> TensorView:
 
 def _probe_numpy(a: Any) -> Probe:
     address = a.__array_interface__["data"][0] if a.size else 0
-    key = ("numpy", a.shape, a.strides, a.dtype, a.flags.writeable, address % ALIGNMENT)
+    key = ("numpy", a.shape, a.strides, a.dtype, a.flags.writeable, _past(address))
     return address, key, None
 
 
 def _probe_cupy(a: Any) -> Probe:
     address = a.data.ptr
-    key = ("cupy", a.shape, a.strides, a.dtype, a.data.device_id, address % ALIGNMENT)
+    key = ("cupy", a.shape, a.strides, a.dtype, a.data.device_id, _past(address))
     return address, key, None
 
 
@@ -125,7 +162,7 @@ def _view_dlpack(obj: Any, stream: int | None = None, beside: tuple[Any, ...] = 
 def _probe_dlpack(obj: Any, stream: int | None, beside: tuple[Any, ...]) -> Probe:
     v = _view_dlpack(obj, stream, beside)
     key = (v.framework, v.shape, v.strides, v.dtype, v.device_type, v.device_index, v.readonly)
-    return v.address, (*key, v.address % ALIGNMENT), v.owner
+    return v.address, (*key, _past(v.address)), v.owner
 
 
 def _is_jax(obj: Any) -> bool:
@@ -157,12 +194,14 @@ _by_type: dict[type, Handlers] = {}
 torch_types: set[type] = set()
 """Classes known as PyTorch's tensors, each from its first use on."""
 
+_MOST_TYPES = 1024
+"""Classes may be made without end, one a call."""
+
 
 def _resolve(cls: type) -> Handlers | None:
     """Find the producer of a class without importing any framework: its base classes tell."""
-    torch = sys.modules.get("torch")
+    torch = pytorch()
     if torch is not None and issubclass(cls, torch.Tensor):
-        torch_types.add(cls)
         return _TORCH
     for base in cls.__mro__:
         root = base.__module__.partition(".")[0]
@@ -188,13 +227,18 @@ def handlers(obj: Any) -> Handlers:
         found = _resolve(cls)
         if found is None:
             raise TypeError(cls.__name__)
+        if len(_by_type) >= _MOST_TYPES:
+            _by_type.clear()
+            torch_types.clear()
         _by_type[cls] = found
+    if found is _TORCH:
+        torch_types.add(cls)
     return found
 
 
 def _stream_framework(values: tuple[Any, ...]) -> str:
     """Return whose current stream a call runs on: PyTorch's where one of its tensors takes part."""
-    torch = sys.modules.get("torch")
+    torch = pytorch()
     if torch is None:
         return "cupy"
     if any(type(value) in torch_types for value in values):
@@ -225,10 +269,13 @@ def probe_all(
     addresses: list[int] = []
     signature: list[Any] = []
     owners: list[Any] = []
-    grad_mode = bool(torch_types) and sys.modules["torch"].is_grad_enabled()
+    grad_mode = bool(torch_types) and pytorch().is_grad_enabled()
+    tangents = bool(torch_types) and tracks_tangents()
     add_address = addresses.append
     for value in values:
         if type(value) in torch_types:
+            if tangents or value.is_neg():
+                _check_values(value)
             address = value.data_ptr()
             add_address(address)
             # Off the GPU the ordinal says too little: a tensor without memory has -1 as well.
@@ -238,7 +285,7 @@ def probe_all(
                 value.stride(),
                 value.dtype,
                 ordinal if ordinal >= 0 else value.device,
-                address % ALIGNMENT,
+                address % ALIGNMENT if address else None,
             )
             if grad_mode and value.requires_grad:
                 signature.append("grad")
@@ -261,6 +308,31 @@ def probe_all(
             signature.append(layout)
             owners.append(owner)
     return addresses, signature, owners
+
+
+def check_storages(names: tuple[str, ...], values: tuple[Any, ...]) -> None:
+    """Refuse plain tensors of PyTorch that reach beyond their storage: nobody can read them.
+
+    Raises:
+        ValueError: the text names the argument.
+    """
+    torch = pytorch()
+    plain = () if torch is None else (torch.Tensor, torch.nn.Parameter)
+    for name, t in zip(names, values, strict=True):
+        if type(t) in plain:
+            end = t.nbytes + t.storage_offset() * t.element_size()
+            if end > t.untyped_storage().nbytes() or not t.is_contiguous():
+                v = _view_torch(t)
+                if v.room is not None and v.room < v.span:
+                    check_memory(name, v)
+
+
+def is_on_cpu(obj: Any) -> bool:
+    """Return whether the memory of a tensor of any producer is the CPU's, as far as it tells."""
+    try:
+        return int(obj.__dlpack_device__()[0]) in dlpack.CPU_DEVICES
+    except Exception:  # of a producer's own kind: the device is none of DLPack's
+        return False
 
 
 def check(obj: Any, name: str) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from k3cupy.runtime import toolchain
+from k3cupy.runtime import tensors, toolchain
+from k3cupy.runtime.errors import reject
 
 _LEGACY_DEFAULT = 1
+_MOST_STREAMS = 4096
 _wrapped: dict[int, Any] = {}
 known = _wrapped.get
 """What ``wrap`` returned for a handle before, or None."""
@@ -25,27 +26,28 @@ def handle_of(stream: Any) -> int:
 
     Raises:
         TypeError: anything else.
+        ValueError: no handle can be this number.
     """
-    if isinstance(stream, int) and not isinstance(stream, bool):
-        return stream
-    protocol = getattr(stream, "__cuda_stream__", None)
-    if protocol is not None:
-        version_and_handle = protocol() if callable(protocol) else protocol
-        return int(version_and_handle[1])
-    for attribute in ("cuda_stream", "ptr"):
-        value = getattr(stream, attribute, None)
-        if isinstance(value, int):
-            return value
-    raise TypeError(
-        "stream: expected an int handle or an object with __cuda_stream__, got "
-        f"{type(stream).__name__}"
-    )
+    handle = stream
+    if type(stream) is not int:  # the everyday case, without another look
+        protocol = getattr(stream, "__cuda_stream__", None)
+        if protocol is not None:
+            handle = (protocol() if callable(protocol) else protocol)[1]
+        else:
+            handle = getattr(stream, "cuda_stream", getattr(stream, "ptr", stream))
+        if not tensors.is_integer(handle):
+            expected = "an int handle or an object with __cuda_stream__"
+            reject("stream", expected, type(stream).__name__, error=TypeError)
+    if handle >> 64:  # one that is negative, or too large for a pointer
+        hint = "Leave it out for the current stream"
+        reject("stream", "a handle from 0 to 2^64 - 1", f"{hex(handle):.40}", hint)
+    return int(handle)
 
 
 def current_of(framework: str, device: int) -> Callable[[], int]:
     """Return a function that gives the stream on which a framework's next operation would run."""
     if framework == "torch":
-        return functools.partial(sys.modules["torch"]._C._cuda_getCurrentRawStream, device)
+        return functools.partial(tensors.pytorch()._C._cuda_getCurrentRawStream, device)
     cupy = toolchain.cupy()
 
     def current() -> int:
@@ -59,6 +61,8 @@ def wrap(handle: int) -> Any:
     """Return cuda-core's stream object for a handle; kept, because making one costs 2 us."""
     stream = _wrapped.get(handle)
     if stream is None:
+        if len(_wrapped) >= _MOST_STREAMS:
+            _wrapped.clear()
         stream = _wrapped[handle] = toolchain.cuda_core().Stream.from_handle(handle)
     return stream
 
@@ -87,7 +91,7 @@ def of_torch(handle: int, device: int) -> Any:
 
     PyTorch knows the legacy default stream only as its own default stream.
     """
-    torch = sys.modules["torch"]
+    torch = tensors.pytorch()
     if handle in (0, _LEGACY_DEFAULT):
         return torch.cuda.default_stream(device)
     return torch.cuda.ExternalStream(handle, device=f"cuda:{device}")

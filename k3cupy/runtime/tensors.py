@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import numbers
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from k3cupy.runtime import toolchain
+from k3cupy.runtime.errors import reject
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -33,6 +35,8 @@ class TensorView:
         readonly: the producer forbids writing.
         requires_grad: autograd follows this tensor.
         framework: ``"torch"``, ``"cupy"``, ``"numpy"``, ``"jax"`` or ``"dlpack"``.
+        room: bytes from the address to the end of the storage, which PyTorch lets shrink below its
+            tensors; None where nothing can.
         owner: what keeps the memory alive where the tensor itself may not: its DLPack capsule, for
             a producer that exports a copy.
     """
@@ -47,6 +51,7 @@ class TensorView:
     readonly: bool
     requires_grad: bool
     framework: str
+    room: int | None = None
     owner: object = field(default=None, compare=False, repr=False)
 
     @property
@@ -106,6 +111,28 @@ _ITEM_SIZES = {
 def itemsize(dtype: str) -> int:
     """Return the bytes of an element of the named type, 0 when unknown."""
     return _ITEM_SIZES.get(dtype, 0)
+
+
+def check_memory(name: str, v: TensorView) -> None:
+    """Refuse a tensor with elements and without memory, or with less than they take."""
+    if v.room is not None and v.room < v.span:
+        expected = f"a storage of {v.span} bytes from its first element on"
+        hint = "It was freed or shrunk behind the tensor, for example by sharding"
+        reject(name, expected, f"{v.room}", hint)
+    if v.size and not v.address:
+        hint = "Of a wrapper, such as a DTensor, pass the local tensor"
+        reject(name, "a tensor with memory of its own", "a tensor without any", hint)
+
+
+def pytorch() -> Any:
+    """Return PyTorch's module, or None where it is not imported, or not to its end as yet."""
+    module = sys.modules.get("torch")
+    return None if getattr(getattr(module, "__spec__", None), "_initializing", False) else module
+
+
+def is_integer(value: Any) -> bool:
+    """Return whether a value is an integer, NumPy's among them, and no bool."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:

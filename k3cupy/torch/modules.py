@@ -5,7 +5,6 @@ Importing this does not import PyTorch; the functions do.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from k3cupy.ops.warmup import warmup as compile_for
 from k3cupy.runtime import devices
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import reject
+from k3cupy.runtime.tensors import pytorch
 from k3cupy.torch.linear_report import FRAMEWORK, LayerReport, LinearReport, Span, spans
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ _ON_CPU = "on the CPU: framework linear until it moves to a GPU"
 
 
 def _check_module(module: Any) -> None:
-    torch = sys.modules.get("torch")
+    torch = pytorch()
     if torch is None or not isinstance(module, torch.nn.Module):
         reject("module", "a torch.nn.Module", type(module).__name__, error=TypeError)
 

@@ -15,6 +15,7 @@ from k3cupy.ops.warmup import shapes_of
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import reject
 from k3cupy.runtime.instances import Instance
+from k3cupy.runtime.tensors import is_integer
 from k3cupy.tuning.entries import LINEAR, Candidate, Known
 
 KINDS = {
@@ -190,6 +191,7 @@ def mla_targets(
         if kind not in KINDS[family]:
             reject("kinds", f"some of {', '.join(KINDS[family])}", repr(kind))
     counts = _several("tokens", TOKENS[family] if tokens is None else tokens)
+    (heads,) = _several("num_heads", [heads])
     for name, number in (("num_heads", heads), *(("tokens", count) for count in counts)):
         if type(number) is not int or number < 1:
             reject(name, "integers above 0", repr(number))
@@ -197,6 +199,7 @@ def mla_targets(
 
 
 def _several(name: str, values: Sequence[Any]) -> list[Any]:
-    if not values:
+    found = dict.fromkeys(int(value) if is_integer(value) else value for value in values)
+    if not found:
         reject(name, "at least one", "none")
-    return list(dict.fromkeys(values))
+    return list(found)
