@@ -61,6 +61,20 @@ def test_a_residual_on_the_cpu(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(out.double(), exact, rtol=2**-8, atol=1e-2)
 
 
+@pytest.mark.parametrize("wrap", [lambda t: t, numpy_of], ids=["torch", "numpy"])
+@pytest.mark.parametrize(("n", "k"), [(48, 0), (0, K), (0, 0)])
+@pytest.mark.parametrize("shape", [(), (3,), (0,), (2, 3), (2, 0, 3)], ids=str)
+def test_a_linear_without_columns_or_rows(
+    wrap: Callable[[Any], Any], n: int, k: int, shape: tuple[int, ...]
+) -> None:
+    """An empty sum is zero, whatever the number of dimensions, and the residual is added to it."""
+    x, weight, residual = normal((*shape, k), 1), normal((n, k), 2), normal((*shape, n), 3)
+    plain = k3cupy.low_latency_linear(wrap(x), wrap(weight))
+    added = k3cupy.low_latency_linear(wrap(x), wrap(weight), wrap(residual))
+    assert torch.equal(torch_of(plain, BF16), torch.zeros_like(residual))
+    assert torch.equal(torch_of(added, BF16), residual)
+
+
 @pytest.mark.parametrize("wrap", [numpy_of, jax_of], ids=["numpy", "jax"])
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_arrays_of_other_frameworks(wrap: Callable[[Any], Any], with_residual: bool) -> None:

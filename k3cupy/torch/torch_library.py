@@ -116,10 +116,12 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
-    wants_x, wants_weight, wants_residual = ctx.needs_input_grad[:3]
-    grad_x = grad @ weight if wants_x else None
-    grad_weight = _as_rows(grad).T @ _as_rows(x) if wants_weight else None
-    return grad_x, grad_weight, grad if wants_residual else None, None, None
+    # Arguments at the end that have their defaults do not come here.
+    wanted = ctx.needs_input_grad
+    grad_x = grad @ weight if wanted[0] else None
+    grad_weight = _as_rows(grad).T @ _as_rows(x) if wanted[1] else None
+    grad_residual = grad if any(wanted[2:3]) else None
+    return (grad_x, grad_weight, grad_residual, None, None)[: len(wanted)]
 
 
 low_latency_linear = torch.library.custom_op(
