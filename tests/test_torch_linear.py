@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -90,6 +91,12 @@ def weight_normed() -> nn.Module:
         return nn.utils.weight_norm(linear())
 
 
+def empty(n: int, k: int) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's initialisation says that there is nothing
+        return linear(n, k)
+
+
 def quantized() -> nn.Module:
     from torch.ao.nn.quantized.dynamic import Linear
 
@@ -112,6 +119,8 @@ LEFT_ALONE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "sparse": (with_sparse_weight, "its weight is sparse_coo, not dense"),
     "quantized": (quantized, "it is a Linear of torch.ao.nn.quantized.dynamic"),
     "meta": (lambda: linear(device="meta"), "its weight is on the meta device"),
+    "no columns": (lambda: empty(N, 0), "its weight [48, 0] has no elements"),
+    "no rows": (lambda: empty(0, K), "its weight [0, 128] has no elements"),
     "lazy": (lambda: nn.LazyLinear(N, bias=False, dtype=BF16), "it is a LazyLinear"),
 }
 

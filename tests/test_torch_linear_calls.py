@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -69,15 +68,6 @@ def test_any_number_of_dimensions(layer: nn.Linear, calls: Calls, shape: tuple[i
     x = normal((*shape, K), 1)
     same(layer(x), x, layer.weight)
     assert [call["x"].dim() for call in calls] == [2]
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_layer_without_columns(shape: tuple[int, ...]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch's initialisation says that there is nothing
-        made = nn.Linear(0, N, bias=False, dtype=BF16).requires_grad_(False)
-    k3cupy.enable_low_latency_gemm(made)
-    assert torch.equal(made(normal((*shape, 0), 1)), torch.zeros(*shape, N, dtype=BF16))
 
 
 LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {

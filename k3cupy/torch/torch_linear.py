@@ -130,6 +130,8 @@ def why_not(layer: nn.Module) -> str | None:
         return f"its weight is {str(weight.layout).removeprefix('torch.')}, not dense"
     if weight.dtype != torch.bfloat16:
         return f"its weight is {str(weight.dtype).removeprefix('torch.')}, not bfloat16"
+    if weight.dim() == 2 and not weight.numel():
+        return f"its weight {list(weight.shape)} has no elements: there is nothing to compute"
     return None
 
 
