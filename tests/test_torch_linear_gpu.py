@@ -16,6 +16,7 @@ from helpers import BF16, run_child
 from pdl_helpers import CopyLate, copy_late, wrong_values
 from stream_helpers import SLEEP_CYCLES, captured
 from torch import nn
+from torch_linear_helpers import Calls
 
 import k3cupy
 from k3cupy.call.choice import LINEAR
@@ -241,6 +242,19 @@ def test_the_promise_does_not_change_the_bits() -> None:
     layer, x = linear(), normal((4, K), 1, "cuda")
     first, second = layer(x), layer(x)
     same_bits(first, second)
+
+
+def test_case32_a_captured_call_reads_when_the_graph_runs(calls: Calls) -> None:
+    """A call outside the graph may come before: it is promised nothing of what a capture did."""
+    layer, x = linear(), normal((4, K), 1, "cuda")
+    for _ in range(2):  # both kernels are loaded before the capture
+        layer(x)
+    torch.autograd.graph.increment_version(layer.weight)
+    graph, out = captured(lambda: (layer(x), layer(x))[1])
+    want, _ = layer(x), layer(x)
+    assert calls.promises == [False, True, False, True, False, True]
+    graph.replay()
+    same_bits(out, want)
 
 
 # Streams and graphs

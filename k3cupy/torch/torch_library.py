@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from k3cupy.ops import linear
+from k3cupy.runtime import streams
 from k3cupy.runtime.errors import reject
 
 
@@ -62,13 +63,20 @@ def is_settled(weight: Tensor) -> bool:
 
     Then whatever wrote it lies behind that call's kernel, and the promise of ``weight_is_static``
     holds. PyTorch counts in-place writes to a tensor, but not those through ``tensor.data``, and
-    none to a tensor that was made in inference mode: that one never settles.
+    none to a tensor that was made in inference mode: that one never settles. A call that a graph
+    captures reads when the graph is replayed: it settles for calls in captures, because a graph
+    begins behind whatever was written before it.
     """
     known = _read_weights.get(id(weight))
     if known is None:
         return False
-    reference, address, version = known
-    return address == weight.data_ptr() and version == weight._version and reference() is weight
+    reference, address, version, captured = known
+    return (
+        address == weight.data_ptr()
+        and version == weight._version
+        and reference() is weight
+        and (not captured or _is_captured(weight))
+    )
 
 
 def settle(weight: Tensor) -> None:
@@ -77,11 +85,19 @@ def settle(weight: Tensor) -> None:
         return
     key = id(weight)
     reference = weakref.ref(weight, lambda _: _forget(key))
-    _read_weights[key] = reference, weight.data_ptr(), weight._version
+    _read_weights[key] = reference, weight.data_ptr(), weight._version, _is_captured(weight)
 
 
-_read_weights: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
-"""By identity: a weight, its address, and its version when a call last read it."""
+_read_weights: dict[int, tuple[weakref.ref[Tensor], int, int, bool]] = {}
+"""By identity: a weight, its address and version when a call last read it, and whether a CUDA graph
+captured that call."""
+
+
+def _is_captured(weight: Tensor) -> bool:
+    """Return whether a call with a weight, made now, is captured."""
+    if not weight.is_cuda:
+        return False
+    return streams.is_capturing(streams.current_of("torch", weight.get_device())())
 
 
 def _forget(key: int) -> None:
