@@ -374,6 +374,33 @@ def test_many_tokens_share_a_line_of_the_report(gpu: DispatchDevice) -> None:
     assert says(row.choice.reason, "x", "^more$")
 
 
+def test_rows_without_end_are_counted_together(
+    gpu: DispatchDevice, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every call is counted, whatever shapes come; memory and log end somewhere."""
+    monkeypatch.setattr(dispatch_report, "counters", counters := {})
+    monkeypatch.setattr(linear, "counters", counters)
+    caplog.set_level(logging.DEBUG, logger="k3cupy.dispatch")
+    first = dispatch_report.counter_of(k3cupy.Choice("skinny", None, "known"), 8, 16, 1)
+    weight = normal((48, K), 1)
+    for n in range(1, 2001):
+        dispatch_report.counter_of(k3cupy.Choice("linear", None, "met once"), n, 16, 1).calls += 1
+    for _ in range(2):
+        k3cupy.low_latency_linear(normal((4, K), 2), weight)
+        k3cupy.try_low_latency_gemm(normal((4, K), 2), weight.float())
+    first.calls += 1
+    report = k3cupy.dispatch_report()
+    assert report.calls == 2005
+    together = [row for row in report if "first 1000 rows" in row.choice.reason]
+    assert [(row.choice.kernel, row.calls) for row in together] == [
+        ("linear", 1003),
+        ("fused_a", 2),
+    ]
+    assert [row.calls for row in report if row.n == 8] == [1, 1]
+    assert len(report) == len(counters) == len(caplog.records) == 1002
+    assert str(report).splitlines()[-1] == "3 of 2005 calls ran a kernel of k3cupy"
+
+
 def test_one_log_line_for_each_new_decision(
     gpu: DispatchDevice, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

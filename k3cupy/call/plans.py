@@ -34,9 +34,7 @@ _modules = sys.modules
 
 @tracing.opaque
 def stamp(names: tuple[str, ...]) -> Any:
-    """Return what plans must agree on; it runs first in every call.
-
-    PyTorch's compiler, tracing into us before it was told not to, stops here and is told.
+    """Return what plans must agree on; it runs first in every call, and tells the compiler of us.
 
     Args:
         names: the CUDA sources of an operation.
