@@ -247,7 +247,19 @@ def convert_there_and_back(layer: nn.Linear) -> None:
     layer.bfloat16()
 
 
+def add_a_product_of_ours(layer: nn.Linear) -> None:
+    b, a = normal((N, 16), 6), normal((K, 16), 7)
+    k3cupy.fused_a_gemm(b, a, layer.weight, out=layer.weight)
+
+
+def write_some_rows_by_ours(layer: nn.Linear) -> None:
+    b, a = normal((4, 16), 6), normal((K, 16), 7)
+    k3cupy.skinny_gemm(b, a, out=layer.weight[8:12])
+
+
 WRITES = [
+    add_a_product_of_ours,
+    write_some_rows_by_ours,
     write_in_place,
     write_in_inference_mode,
     write_a_part,

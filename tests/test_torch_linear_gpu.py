@@ -244,6 +244,23 @@ def test_the_promise_does_not_change_the_bits() -> None:
     same_bits(first, second)
 
 
+def test_case32_a_product_of_ours_into_the_weight(calls: Calls) -> None:
+    """Eager and captured: the layer's kernel begins early, and does not fetch the weight early."""
+    layer, x = linear(64), normal((4, K), 1, "cuda")
+    b, a = normal((64, 128), 2, "cuda") / 16, normal((K, 128), 3, "cuda") / 16
+    starts = [normal((64, K), seed, "cuda") for seed in (4, 5)]
+
+    def step(i: int) -> torch.Tensor:
+        layer.weight.copy_(starts[i])
+        k3cupy.fused_a_gemm(b, a, layer.weight, out=layer.weight)
+        return layer(x)
+
+    wants = [k3cupy.low_latency_linear(x, k3cupy.fused_a_gemm(b, a, start)) for start in starts]
+    assert wrong_values(step, wants) == 0
+    assert calls
+    assert not any(calls.promises)
+
+
 def test_case32_a_captured_call_reads_when_the_graph_runs(calls: Calls) -> None:
     """A call outside the graph may come before: it is promised nothing of what a capture did."""
     layer, x = linear(), normal((4, K), 1, "cuda")
