@@ -330,6 +330,19 @@ def test_case50_a_weight_that_is_gathered_for_each_call_is_never_promised(
     assert calls.promises == [False] * 6
 
 
+def test_case50_compiled_a_gathered_weight_is_never_promised(
+    mesh: Any, x: torch.Tensor, calls: Calls
+) -> None:
+    torch._dynamo.reset()
+    model = two_layers()
+    want = model(x)
+    k3cupy.enable_low_latency_gemm(model)
+    model = torch.compile(sharded_whole(model, mesh), backend="eager")
+    for _ in range(2):
+        assert torch.equal(model(x), want)
+    assert calls.promises == [False] * 4
+
+
 def test_case50_distributed_layers(mesh: Any, x: torch.Tensor) -> None:
     from torch.distributed.tensor import distribute_module, distribute_tensor
 

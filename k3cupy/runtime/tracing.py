@@ -8,6 +8,7 @@ A call of ours reads addresses, keeps plans and loads kernels. Traced, that turn
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -24,17 +25,16 @@ told = False
 def tell() -> None:
     """Let the compiler know, which has been imported; it is asked for no sooner than it is there.
 
-    Its list of files to skip has no public name. A version without that list traces as it likes.
+    Its list of files to skip has no public name. A version without that list traces as it likes:
+    that is no reason for a call to fail.
     """
     global told
-    try:
+    with contextlib.suppress(Exception):
         from torch._dynamo import trace_rules
 
         trace_rules.SKIP_DIRS.append(_GENERATED)
         for room in _ROOMS:
             trace_rules.add(f"k3cupy.{room}")
-    except (ImportError, AttributeError):
-        pass
     told = True
 
 

@@ -52,14 +52,14 @@ class LowLatencyLinear(Linear):  # type: ignore[misc]
             and Linear.forward is _own_forward
             and F.linear is _own_linear
         ):
+            # FSDP gathers a weight into the same tensor, hidden from PyTorch's count of writes.
+            static = "_is_fsdp_managed_module" not in self.__dict__
             if torch.compiler.is_compiling():
                 if _may_be_operator(input, weight):
                     return torch.ops.k3cupy.low_latency_linear(
-                        input, weight, None, True, self.batch_invariant
+                        input, weight, None, static, self.batch_invariant
                     )
             elif _may_be_ours(input, weight):
-                # FSDP gathers a weight into the same tensor, hidden from PyTorch's count of writes.
-                static = "_is_fsdp_managed_module" not in self.__dict__
                 return linear_of_any_rank(input, weight, None, static, self.batch_invariant)
         return Linear.forward(self, input)  # not super(): self may be no instance of this any more
 
