@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Before anything imports distutils, which it replaces: PyTorch's compiler needs the new one.
 with contextlib.suppress(ImportError):
@@ -21,8 +22,10 @@ import torch
 from gemm_helpers import GEMMS, Gemm
 from helpers import DEVICES
 from hypothesis import settings
+from torch_linear_helpers import Calls
 
 import k3cupy
+from k3cupy.ops import linear
 
 # The same examples every time; `HYPOTHESIS_PROFILE=fuzz` looks for new ones, and for many more.
 settings.register_profile("suite", max_examples=40, derandomize=True, deadline=None, database=None)
@@ -84,3 +87,16 @@ def fresh_counts() -> Iterator[None]:
     k3cupy.reset_dispatch_report()
     yield
     k3cupy.reset_dispatch_report()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """Every call that comes to the dispatcher from a layer or the operator; it runs as ever."""
+    seen, run = Calls(), k3cupy.low_latency_linear  # by its public name, which is kept
+
+    def spy(x: Any, weight: Any, residual: Any = None, **options: Any) -> Any:
+        seen.append({"x": x, "weight": weight, **options})
+        return run(x, weight, residual, **options)
+
+    monkeypatch.setattr(linear, "low_latency_linear", spy)
+    return seen

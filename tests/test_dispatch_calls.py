@@ -61,6 +61,20 @@ def test_a_residual_on_the_cpu(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(out.double(), exact, rtol=2**-8, atol=1e-2)
 
 
+@pytest.mark.parametrize("wrap", [lambda t: t, numpy_of], ids=["torch", "numpy"])
+@pytest.mark.parametrize(("n", "k"), [(48, 0), (0, K), (0, 0)])
+@pytest.mark.parametrize("shape", [(), (3,), (0,), (2, 3), (2, 0, 3)], ids=str)
+def test_a_linear_without_columns_or_rows(
+    wrap: Callable[[Any], Any], n: int, k: int, shape: tuple[int, ...]
+) -> None:
+    """An empty sum is zero, whatever the number of dimensions, and the residual is added to it."""
+    x, weight, residual = normal((*shape, k), 1), normal((n, k), 2), normal((*shape, n), 3)
+    plain = k3cupy.low_latency_linear(wrap(x), wrap(weight))
+    added = k3cupy.low_latency_linear(wrap(x), wrap(weight), wrap(residual))
+    assert torch.equal(torch_of(plain, BF16), torch.zeros_like(residual))
+    assert torch.equal(torch_of(added, BF16), residual)
+
+
 @pytest.mark.parametrize("wrap", [numpy_of, jax_of], ids=["numpy", "jax"])
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_arrays_of_other_frameworks(wrap: Callable[[Any], Any], with_residual: bool) -> None:
@@ -392,6 +406,33 @@ def test_many_tokens_share_a_line_of_the_report(gpu: DispatchDevice) -> None:
     row = only_row()
     assert (row.tokens, row.calls) == (">64", 3)
     assert says(row.choice.reason, "x", "^more$")
+
+
+def test_rows_without_end_are_counted_together(
+    gpu: DispatchDevice, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every call is counted, whatever shapes come; memory and log end somewhere."""
+    monkeypatch.setattr(dispatch_report, "counters", counters := {})
+    monkeypatch.setattr(linear, "counters", counters)
+    caplog.set_level(logging.DEBUG, logger="k3cupy.dispatch")
+    first = dispatch_report.counter_of(k3cupy.Choice("skinny", None, "known"), 8, 16, 1)
+    weight = normal((48, K), 1)
+    for n in range(1, 2001):
+        dispatch_report.counter_of(k3cupy.Choice("linear", None, "met once"), n, 16, 1).calls += 1
+    for _ in range(2):
+        k3cupy.low_latency_linear(normal((4, K), 2), weight)
+        k3cupy.try_low_latency_gemm(normal((4, K), 2), weight.float())
+    first.calls += 1
+    report = k3cupy.dispatch_report()
+    assert report.calls == 2005
+    together = [row for row in report if "first 1000 rows" in row.choice.reason]
+    assert [(row.choice.kernel, row.calls) for row in together] == [
+        ("linear", 1003),
+        ("fused_a", 2),
+    ]
+    assert [row.calls for row in report if row.n == 8] == [1, 1]
+    assert len(report) == len(counters) == len(caplog.records) == 1002
+    assert str(report).splitlines()[-1] == "3 of 2005 calls ran a kernel of k3cupy"
 
 
 def test_one_log_line_for_each_new_decision(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -72,6 +72,45 @@ def test_gradients_of_the_operator(shape: tuple[int, ...]) -> None:
     (F.linear(*theirs[:2]) + theirs[2]).float().square().sum().backward()
     for got, want in zip(mine, theirs, strict=True):
         torch.testing.assert_close(got.grad, want.grad, rtol=2**-5, atol=2)
+
+
+FORMS: dict[str, Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]] = {
+    "left out": lambda x, weight, _: ((x, weight), {}),
+    "no residual": lambda x, weight, _: ((x, weight, None), {}),
+    "a default": lambda x, weight, _: ((x, weight, None, False), {}),
+    "every default": lambda x, weight, _: ((x, weight, None, False, None), {}),
+    "by name": lambda x, weight, _: ((), {"x": x, "weight": weight}),
+    "a flag": lambda x, weight, _: ((x, weight), {"weight_is_static": True}),
+    "residual": lambda x, weight, residual: ((x, weight, residual), {}),
+    "residual by name": lambda x, weight, residual: ((x, weight), {"residual": residual}),
+    "residual, defaults": lambda x, weight, residual: ((x, weight, residual, False, None), {}),
+    "residual, flags": lambda x, weight, residual: ((x, weight, residual, True, True), {}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_case34_gradients_whatever_is_left_out(form: str) -> None:
+    """Autograd leaves out the arguments at the end that have their defaults."""
+    has_residual = form.startswith("residual")
+    for shape, k in (((3,), K), ((2, 3), 0)):
+        inputs = [normal((*shape, k), 1), normal((N, k), 2), normal((*shape, N), 3)]
+        mine, theirs = ([t.clone().requires_grad_() for t in inputs] for _ in range(2))
+        args, named = FORMS[form](*mine)
+        OPERATOR(*args, **named).float().square().sum().backward()
+        want = F.linear(*theirs[:2]) + (theirs[2] if has_residual else 0)
+        want.float().square().sum().backward()
+        for got, right in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(got.grad, right.grad, rtol=2**-5, atol=2)
+        torch.library.opcheck(OPERATOR, args, named, rtol=2**-7, atol=2**-3)
+
+
+@pytest.mark.parametrize("wanted", range(2))
+def test_case34_the_gradient_of_one_argument(wanted: int) -> None:
+    x, weight = normal((3, K), 1), normal((N, K), 2)
+    given = [x, weight]
+    given[wanted].requires_grad_()
+    OPERATOR(x, weight).float().sum().backward()
+    assert [t.grad is not None for t in given] == [i == wanted for i in range(2)]
 
 
 def test_a_weight_of_another_width_is_an_error_while_tracing() -> None:

@@ -13,12 +13,10 @@ import torch.nn.functional as F
 from gemm_helpers import normal
 from helpers import BF16
 from torch import nn
+from torch_linear_helpers import Calls, K, N
 
 import k3cupy
-from k3cupy.ops import linear
 from k3cupy.torch import torch_library
-
-N, K = 48, 128
 
 
 @pytest.fixture
@@ -27,27 +25,6 @@ def layer() -> nn.Linear:
     made = nn.Linear(K, N, bias=False, dtype=BF16).requires_grad_(False)
     k3cupy.enable_low_latency_gemm(made)
     return made
-
-
-class Calls(list[dict[str, Any]]):
-    """What came to the dispatcher."""
-
-    @property
-    def promises(self) -> list[bool]:
-        return [call["weight_is_static"] for call in self]
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """Every call of the dispatcher, which runs as ever."""
-    seen, run = Calls(), linear.low_latency_linear
-
-    def spy(x: Any, weight: Any, residual: Any = None, **options: Any) -> Any:
-        seen.append({"x": x, "weight": weight, **options})
-        return run(x, weight, residual, **options)
-
-    monkeypatch.setattr(linear, "low_latency_linear", spy)
-    return seen
 
 
 def same(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
@@ -270,7 +247,19 @@ def convert_there_and_back(layer: nn.Linear) -> None:
     layer.bfloat16()
 
 
+def add_a_product_of_ours(layer: nn.Linear) -> None:
+    b, a = normal((N, 16), 6), normal((K, 16), 7)
+    k3cupy.fused_a_gemm(b, a, layer.weight, out=layer.weight)
+
+
+def write_some_rows_by_ours(layer: nn.Linear) -> None:
+    b, a = normal((4, 16), 6), normal((K, 16), 7)
+    k3cupy.skinny_gemm(b, a, out=layer.weight[8:12])
+
+
 WRITES = [
+    add_a_product_of_ours,
+    write_some_rows_by_ours,
     write_in_place,
     write_in_inference_mode,
     write_a_part,
@@ -296,6 +285,24 @@ def test_the_first_call_behind_a_write_goes_without_the_promise(
             same(layer(x), x, layer.weight)
     assert calls.promises == [False, True, True, False, True]
     del keep
+
+
+def test_case32_a_captured_call_reads_when_the_graph_runs(
+    layer: nn.Linear, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call outside the graph may come before: it is promised nothing of what a capture did."""
+    x, promises = normal((3, K), 1), []
+
+    def call(*, captured: bool) -> bool:
+        monkeypatch.setattr(torch_library, "_is_captured", lambda _: captured, raising=False)
+        layer(x)
+        return bool(calls[-1]["weight_is_static"])
+
+    for write in (lambda: None, lambda: torch.autograd.graph.increment_version(layer.weight)):
+        write()
+        promises.append([call(captured=captured) for captured in (True, True, False, False, True)])
+    # In a graph the promise holds behind the first call, whatever was written before the graph.
+    assert promises == [[False, True, False, True, True]] * 2
 
 
 def test_a_call_without_tokens_reads_no_weight(layer: nn.Linear, calls: Calls) -> None:

@@ -16,6 +16,7 @@ from helpers import BF16, run_child
 from pdl_helpers import CopyLate, copy_late, wrong_values
 from stream_helpers import SLEEP_CYCLES, captured
 from torch import nn
+from torch_linear_helpers import Calls
 
 import k3cupy
 from k3cupy.call.choice import LINEAR
@@ -241,6 +242,36 @@ def test_the_promise_does_not_change_the_bits() -> None:
     layer, x = linear(), normal((4, K), 1, "cuda")
     first, second = layer(x), layer(x)
     same_bits(first, second)
+
+
+def test_case32_a_product_of_ours_into_the_weight(calls: Calls) -> None:
+    """Eager and captured: the layer's kernel begins early, and does not fetch the weight early."""
+    layer, x = linear(64), normal((4, K), 1, "cuda")
+    b, a = normal((64, 128), 2, "cuda") / 16, normal((K, 128), 3, "cuda") / 16
+    starts = [normal((64, K), seed, "cuda") for seed in (4, 5)]
+
+    def step(i: int) -> torch.Tensor:
+        layer.weight.copy_(starts[i])
+        k3cupy.fused_a_gemm(b, a, layer.weight, out=layer.weight)
+        return layer(x)
+
+    wants = [k3cupy.low_latency_linear(x, k3cupy.fused_a_gemm(b, a, start)) for start in starts]
+    assert wrong_values(step, wants) == 0
+    assert calls
+    assert not any(calls.promises)
+
+
+def test_case32_a_captured_call_reads_when_the_graph_runs(calls: Calls) -> None:
+    """A call outside the graph may come before: it is promised nothing of what a capture did."""
+    layer, x = linear(), normal((4, K), 1, "cuda")
+    for _ in range(2):  # both kernels are loaded before the capture
+        layer(x)
+    torch.autograd.graph.increment_version(layer.weight)
+    graph, out = captured(lambda: (layer(x), layer(x))[1])
+    want, _ = layer(x), layer(x)
+    assert calls.promises == [False, True, False, True, False, True]
+    graph.replay()
+    same_bits(out, want)
 
 
 # Streams and graphs

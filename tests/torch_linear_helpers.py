@@ -10,6 +10,14 @@ from torch import nn
 N, K = 48, 128
 
 
+class Calls(list[dict[str, Any]]):
+    """What came to the dispatcher."""
+
+    @property
+    def promises(self) -> list[bool]:
+        return [call["weight_is_static"] for call in self]
+
+
 def linear(n: int = N, k: int = K, **options: Any) -> nn.Linear:
     return nn.Linear(k, n, **{"bias": False, "dtype": BF16, **options})
 

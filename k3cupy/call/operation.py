@@ -64,8 +64,9 @@ class Operation:
             options: in the order of ``options``, each of its right type.
             stream: the one that was given; None for the current one.
         """
+        now = stamp(self.sources)
         addresses, signature, owners = self.arguments.probe(values, stream)
-        key = (signature, options, stamp(self.sources))
+        key = (signature, options, now)
         plan = self.plans.get(key)
         if plan is None:
             given = dict(zip(self.options, options, strict=True))

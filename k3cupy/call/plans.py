@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 from k3cupy.call import outputs
 from k3cupy.call.arguments import Arguments, Memory, Problem, Values, scale_number
 from k3cupy.call.launch import MAKERS, Launch
-from k3cupy.runtime import env, instances, launch, sources, streams, tensors
+from k3cupy.runtime import env, instances, launch, sources, streams, tensors, tracing
 from k3cupy.runtime.errors import CaptureError
 from k3cupy.runtime.tensors import TensorView
 
@@ -28,14 +29,18 @@ Reference = Callable[[Any, dict[str, Any]], None]
 _tables = 0
 _overrides, _values = sources.override, env.values
 _SOURCE_DIR, _CHECK = env.SOURCE_DIR, env.CHECK
+_modules = sys.modules
 
 
+@tracing.opaque
 def stamp(names: tuple[str, ...]) -> Any:
-    """Return what plans must agree on; it runs on every call.
+    """Return what plans must agree on; it runs first in every call, and tells the compiler of us.
 
     Args:
         names: the CUDA sources of an operation.
     """
+    if not tracing.told and "torch._dynamo" in _modules:
+        tracing.tell()
     if _overrides.get() is None and _SOURCE_DIR not in _values and _CHECK not in _values:
         return _tables
     return _tables, env.check_enabled(), tuple(map(sources.epoch, names))

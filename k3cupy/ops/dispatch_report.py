@@ -16,6 +16,8 @@ logger = logging.getLogger("k3cupy.dispatch")
 _MANY = MAX_TOKENS + 1
 """Stands for every number of tokens beyond what one launch takes."""
 
+_MOST_ROWS, _OTHERS = 1000, "whatever came after the first 1000 rows, together"
+
 
 class Counter:
     """How often a choice was met."""
@@ -32,7 +34,7 @@ class ReportRow:
 
     Attributes:
         choice: what ran, and why, without the instance, which differs from layout to layout.
-        n: rows of the weight; 0 where the tensors do not say.
+        n: rows of the weight; 0 where the tensors do not say, or where rows are counted together.
         k: its columns; 0 where the tensors do not say.
         num_tokens: rows of x, 65 for any number above 64; 0 where the tensors do not say.
         calls: how often.
@@ -102,21 +104,27 @@ _lock = threading.Lock()
 
 
 def counter_of(choice: Choice, n: int, k: int, num_tokens: int) -> Counter:
-    """Return the counter of a choice for a product; one that is new is logged at debug level."""
+    """Return the counter of a choice for a product; one that is new is logged at debug level.
+
+    Shapes have no end, rows have.
+    """
     key = choice, n, k, min(num_tokens, _MANY)
     with _lock:
-        counter = counters.get(key)
-        if counter is not None:
-            return counter
+        if key not in counters and len(counters) >= _MOST_ROWS:
+            key = Choice(choice.kernel, None, _OTHERS, runs_on=choice.runs_on), 0, 0, 0
+        if key in counters:
+            return counters[key]
         counter = counters[key] = Counter()
-    logger.debug("%d x %d, M = %s: %s", n, k, ReportRow(*key, calls=0).tokens, choice)
+    new = ReportRow(*key, calls=0)
+    logger.debug("%d x %d, M = %s: %s", new.n, new.k, new.tokens, new.choice)
     return counter
 
 
 def dispatch_report() -> DispatchReport:
     """Return what low-latency linear ran in this process, what fell back, and why.
 
-    Calls that a CUDA graph replays are not calls: they count once, at the capture.
+    Calls that a CUDA graph replays are not calls: they count once, at the capture. Behind 1,000
+    rows what is new is counted together, in a row for each kernel.
 
     Example:
         >>> import torch, k3cupy

@@ -50,7 +50,9 @@ def _torch_linear(torch: Any, x: Any, weight: Any, residual: Any) -> Any:
     if x.dim() == 2:
         return torch.addmm(residual, x, weight.t())
     n, k = weight.shape
-    rows = torch.addmm(residual.reshape(-1, n), x.reshape(-1, k), weight.t())
+    # Rows are counted: of no elements PyTorch cannot infer how many there are.
+    added = residual.reshape(residual.shape[:-1].numel(), n)
+    rows = torch.addmm(added, x.reshape(x.shape[:-1].numel(), k), weight.t())
     return rows.reshape(*x.shape[:-1], n)
 
 

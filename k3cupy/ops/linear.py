@@ -184,6 +184,7 @@ _routes = PlanCache()
 
 
 def _run(values: Values, batch_invariant: Any, weight_is_static: Any, stream: Any) -> Any:
+    now = stamp(_SOURCES)
     if type(batch_invariant) is not bool:
         batch_invariant = batch_invariance.resolved(batch_invariant)
     if type(weight_is_static) is not bool:
@@ -197,7 +198,7 @@ def _run(values: Values, batch_invariant: Any, weight_is_static: Any, stream: An
             raise
         _counter_of(choice, values).calls += 1
         return None
-    key = (signature, batch_invariant, weight_is_static, stamp(_SOURCES))
+    key = (signature, batch_invariant, weight_is_static, now)
     route = _routes.get(key)
     if route is None:
         route = _make_route(values, batch_invariant, weight_is_static, stream)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from k3cupy.ops import linear
+from k3cupy.runtime import streams
 from k3cupy.runtime.errors import reject
 
 
@@ -62,13 +63,20 @@ def is_settled(weight: Tensor) -> bool:
 
     Then whatever wrote it lies behind that call's kernel, and the promise of ``weight_is_static``
     holds. PyTorch counts in-place writes to a tensor, but not those through ``tensor.data``, and
-    none to a tensor that was made in inference mode: that one never settles.
+    none to a tensor that was made in inference mode: that one never settles. A call that a graph
+    captures reads when the graph is replayed: it settles for calls in captures, because a graph
+    begins behind whatever was written before it.
     """
     known = _read_weights.get(id(weight))
     if known is None:
         return False
-    reference, address, version = known
-    return address == weight.data_ptr() and version == weight._version and reference() is weight
+    reference, address, version, captured = known
+    return (
+        address == weight.data_ptr()
+        and version == weight._version
+        and reference() is weight
+        and (not captured or _is_captured(weight))
+    )
 
 
 def settle(weight: Tensor) -> None:
@@ -77,11 +85,19 @@ def settle(weight: Tensor) -> None:
         return
     key = id(weight)
     reference = weakref.ref(weight, lambda _: _forget(key))
-    _read_weights[key] = reference, weight.data_ptr(), weight._version
+    _read_weights[key] = reference, weight.data_ptr(), weight._version, _is_captured(weight)
 
 
-_read_weights: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
-"""By identity: a weight, its address, and its version when a call last read it."""
+_read_weights: dict[int, tuple[weakref.ref[Tensor], int, int, bool]] = {}
+"""By identity: a weight, its address and version when a call last read it, and whether a CUDA graph
+captured that call."""
+
+
+def _is_captured(weight: Tensor) -> bool:
+    """Return whether a call with a weight, made now, is captured."""
+    if not weight.is_cuda:
+        return False
+    return streams.is_capturing(streams.current_of("torch", weight.get_device())())
 
 
 def _forget(key: int) -> None:
@@ -116,10 +132,12 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
-    wants_x, wants_weight, wants_residual = ctx.needs_input_grad[:3]
-    grad_x = grad @ weight if wants_x else None
-    grad_weight = _as_rows(grad).T @ _as_rows(x) if wants_weight else None
-    return grad_x, grad_weight, grad if wants_residual else None, None, None
+    # Arguments at the end that have their defaults do not come here.
+    wanted = ctx.needs_input_grad
+    grad_x = grad @ weight if wanted[0] else None
+    grad_weight = _as_rows(grad).T @ _as_rows(x) if wanted[1] else None
+    grad_residual = grad if any(wanted[2:3]) else None
+    return (grad_x, grad_weight, grad_residual, None, None)[: len(wanted)]
 
 
 low_latency_linear = torch.library.custom_op(

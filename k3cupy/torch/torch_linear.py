@@ -10,15 +10,23 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear import Linear  # itself: nn.Linear is a name that others assign to
 
 from k3cupy.torch.torch_library import linear_of_any_rank
 
 _PLAIN = (Tensor, nn.Parameter)
 """Classes whose data is what it looks like: no quantised, sharded or fake tensors."""
 
+_own_forward: Any = None
+"""``Linear.forward`` as PyTorch has it; None until it was seen without a replacement."""
 
-class LowLatencyLinear(nn.Linear):  # type: ignore[misc]
+_own_linear = torch._C._nn.linear
+"""``F.linear`` as PyTorch has it."""
+
+
+class LowLatencyLinear(Linear):  # type: ignore[misc]
     """An ``nn.Linear`` without bias that runs k3cupy's kernels where they are the fastest.
 
     Layers become one by ``k3cupy.enable_low_latency_gemm``.
@@ -34,20 +42,44 @@ class LowLatencyLinear(nn.Linear):  # type: ignore[misc]
         parameters = self._parameters
         weight = parameters.get("weight")
         # A weight that a hook computes is no parameter. A class made from this one, as PyTorch's
-        # parametrizations and sharding make them, has plans of its own for the weight.
+        # parametrizations and sharding make them, has plans of its own for the weight; a layer that
+        # was given back, whose forward somebody has kept, is a Linear again. Whoever replaces
+        # PyTorch's linear for all layers wants to be called.
         if (
             weight is not None
             and parameters.get("bias", weight) is None
             and type(self) is LowLatencyLinear
+            and Linear.forward is _own_forward
+            and F.linear is _own_linear
         ):
+            # FSDP gathers a weight into the same tensor, hidden from PyTorch's count of writes.
+            static = "_is_fsdp_managed_module" not in self.__dict__
             if torch.compiler.is_compiling():
                 if _may_be_operator(input, weight):
                     return torch.ops.k3cupy.low_latency_linear(
-                        input, weight, None, True, self.batch_invariant
+                        input, weight, None, static, self.batch_invariant
                     )
             elif _may_be_ours(input, weight):
-                return linear_of_any_rank(input, weight, None, True, self.batch_invariant)
-        return super().forward(input)
+                return linear_of_any_rank(input, weight, None, static, self.batch_invariant)
+        return Linear.forward(self, input)  # not super(): self may be no instance of this any more
+
+
+def _replaced() -> str:
+    """Return the name of what somebody has replaced of PyTorch's linear for all layers, or ``""``.
+
+    PyTorch's forward is told by the file that its code comes from.
+    """
+    global _own_forward
+    now = Linear.forward
+    code = getattr(now, "__code__", None)
+    if code is not None and code.co_filename == nn.Bilinear.extra_repr.__code__.co_filename:
+        _own_forward = now
+    if now is not _own_forward:
+        return "nn.Linear.forward"
+    return "" if F.linear is _own_linear else "torch.nn.functional.linear"
+
+
+_replaced()
 
 
 def _may_be_ours(x: Tensor, weight: Tensor) -> bool:
@@ -65,9 +97,16 @@ def _may_be_ours(x: Tensor, weight: Tensor) -> bool:
         and x.dim() > 0
         and torch._C._get_tracing_state() is None
         and not torch._C._len_torch_dispatch_stack()
+        and not (torch._C._len_torch_function_stack() and _functions_are_watched())
         and not torch._C._are_functorch_transforms_active()
         and not (torch.is_autocast_enabled("cuda") and _autocast_changes(x))
     )
+
+
+def _functions_are_watched() -> bool:
+    """Return whether a mode sees PyTorch's functions, other than the one of the default device."""
+    modes = torch.overrides._get_current_function_mode_stack()
+    return any(type(mode) is not torch.utils._device.DeviceContext for mode in modes)
 
 
 def _may_be_operator(x: Tensor, weight: Tensor) -> bool:
@@ -97,7 +136,7 @@ def _autocast_changes(x: Tensor) -> bool:
 def linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield (name, layer) of everything that calls itself a linear layer, each layer once."""
     for name, layer in module.named_modules():
-        if isinstance(layer, nn.Linear) or (
+        if isinstance(layer, Linear) or (
             _is_called_linear(layer) and not any(map(_is_called_linear, list(layer.modules())[1:]))
         ):
             yield name, layer
@@ -112,9 +151,13 @@ def why_not(layer: nn.Module) -> str | None:
     kind = type(layer)
     if torch.nn.utils.parametrize.is_parametrized(layer):
         return "its weight is parametrized: it is computed anew on each call"
-    if kind not in (nn.Linear, LowLatencyLinear):
+    if kind not in (Linear, LowLatencyLinear):
         where = f" of {kind.__module__}" if kind.__name__ == "Linear" else ""
         return f"it is a {kind.__name__}{where}, not an nn.Linear itself"
+    if "forward" in vars(layer) and not _is_own(vars(layer)["forward"], layer):
+        return "its forward was replaced, by a wrapper or a hook: enable before that is done"
+    if replaced := _replaced():
+        return f"{replaced} was replaced for all layers: that runs, and no kernel of ours"
     weight = layer._parameters.get("weight")
     if weight is None:
         return "its weight is no parameter: a hook computes it, by pruning or weight norm"
@@ -130,7 +173,15 @@ def why_not(layer: nn.Module) -> str | None:
         return f"its weight is {str(weight.layout).removeprefix('torch.')}, not dense"
     if weight.dtype != torch.bfloat16:
         return f"its weight is {str(weight.dtype).removeprefix('torch.')}, not bfloat16"
+    if weight.dim() == 2 and not weight.numel():
+        return f"its weight {list(weight.shape)} has no elements: there is nothing to compute"
     return None
+
+
+def _is_own(forward: Any, layer: nn.Module) -> bool:
+    """Return whether a forward is what the layer has anyway: hooks leave that when they go."""
+    function = getattr(forward, "__func__", None)
+    return function in (_own_forward, LowLatencyLinear.forward) and forward.__self__ is layer
 
 
 def weight_of(layer: nn.Module) -> Tensor | None:
@@ -148,8 +199,9 @@ def size_of(layer: nn.Module) -> tuple[int, int] | None:
     return (n, k) if isinstance(n, int) and isinstance(k, int) and n * k > 0 else None
 
 
-def exchange(layer: nn.Linear, batch_invariant: bool | None) -> None:
+def exchange(layer: nn.Module, batch_invariant: bool | None) -> None:
     """Give a layer the class that runs the low-latency linear."""
+    vars(layer).pop("forward", None)
     layer.__class__ = LowLatencyLinear
     _set_batch_invariant(layer, batch_invariant)
 
@@ -159,7 +211,7 @@ def exchange_back(layer: nn.Module) -> bool:
     if type(layer) is not LowLatencyLinear:
         return False
     _set_batch_invariant(layer, None)
-    layer.__class__ = nn.Linear
+    layer.__class__ = Linear
     return True
 
 

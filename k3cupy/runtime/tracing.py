@@ -1,0 +1,47 @@
+"""What PyTorch's compiler is told of this package: call it, and do not trace into it.
+
+A call of ours reads addresses, keeps plans and loads kernels. Traced, that turns into guards on
+``sys.modules`` and on our dictionaries, which change while the compiler walks through them. So
+``torch.compile`` leaves its graph for a call and goes on behind it. The layers and the operator in
+``k3cupy.torch`` are made to be traced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_ROOMS = ("accept", "call", "choose", "kernels", "ops", "reference", "runtime", "tuning")
+_GENERATED = "<k3cupy"
+"""How the file names of generated code begin."""
+
+told = False
+"""Whether the compiler knows."""
+
+
+def tell() -> None:
+    """Let the compiler know, which has been imported; it is asked for no sooner than it is there.
+
+    Its list of files to skip has no public name. A version without that list traces as it likes:
+    that is no reason for a call to fail.
+    """
+    global told
+    with contextlib.suppress(Exception):
+        from torch._dynamo import trace_rules
+
+        trace_rules.SKIP_DIRS.append(_GENERATED)
+        for room in _ROOMS:
+            trace_rules.add(f"k3cupy.{room}")
+    told = True
+
+
+def opaque(function: _Function) -> _Function:
+    """Mark a function that the compiler must call: the mark is read without its being imported."""
+    vars(function).update(
+        _torchdynamo_disable=True,
+        _torchdynamo_disable_msg="k3cupy's functions choose and launch kernels, call by call",
+    )
+    return function
