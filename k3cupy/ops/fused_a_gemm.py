@@ -141,14 +141,14 @@ def dsv3_fused_a_gemm(*args: Any, **kwargs: Any) -> Any:
     return (_dsv3_of_sglang if is_sglang else _dsv3_of_vllm)(*args, **kwargs)
 
 
-def _dsv3_of_vllm(output: Any, mat_a: Any, mat_b: Any, enable_pdl: bool = False) -> None:
+def _dsv3_of_vllm(output: Any, mat_a: Any, mat_b: Any, enable_pdl: Any = False) -> None:
     if output is None:
         hint = "In the order (mat_a, mat_b, output) it may be left out"
         reject("output", "a tensor", "None", hint, TypeError)
     _dsv3_of_sglang(mat_a, mat_b, output, enable_pdl)
 
 
-def _dsv3_of_sglang(mat_a: Any, mat_b: Any, output: Any = None, enable_pdl: bool = False) -> Any:
+def _dsv3_of_sglang(mat_a: Any, mat_b: Any, output: Any = None, enable_pdl: Any = False) -> Any:
     if type(enable_pdl) is not bool:
         checks.check_flags(locals(), "enable_pdl")
     return _DSV3((mat_a, mat_b, None, output), (enable_pdl, enable_pdl, False, None), None)
