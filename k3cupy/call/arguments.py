@@ -174,8 +174,8 @@ class Memory:
             others[name] = views[name]
 
 
-_BEYOND = "a{0} + s{0} > (m := t{0}.untyped_storage()).data_ptr() + len(m)"
-_SHARED = "a{1} < a{0} + s{0} and a{0} < a{1} + s{1}"
+_BEYOND = "e{0} > (m := t{0}.untyped_storage()).data_ptr() + len(m)"
+_SHARED = "a{1} < e{0} and a{0} < e{1}"
 _ELSEWHERE = " and a{0} != a{1}"
 
 
@@ -184,7 +184,7 @@ def _check_maker(suspicious: str, count: int, placed: tuple[int, ...]) -> Any:
     """Return what makes the check of a call, in line: a loop would cost as much as its tests.
 
     Args:
-        suspicious: what to look at again, of tensors ``t0``, addresses ``a0`` and spans ``s0``.
+        suspicious: what to look at again, of tensors ``t0``, addresses ``a0`` and ends ``e0``.
         count: arguments of the operation.
         placed: the places whose spans are given.
     """
@@ -195,6 +195,7 @@ def _check_maker(suspicious: str, count: int, placed: tuple[int, ...]) -> Any:
         "    def check(values, addresses):",
         f"        {values}, = values",
         f"        {addresses}, = addresses",
+        *(f"        e{i} = a{i} + s{i}" for i in placed),
         f"        if {suspicious}:",
         "            refuse(values, addresses)",
         "    return check",

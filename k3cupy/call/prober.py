@@ -53,8 +53,8 @@ def _code(names: Sequence[str], required: Collection[str]) -> str:
     given = [short[name] for name in names if name in required]
     optional = [short[name] for name in names if name not in required]
 
-    def any_of(test: str) -> str:
-        told = [test.format(name) for name in given]
+    def any_of(test: str, first: int = 0) -> str:
+        told = [test.format(name) for name in given[first:]]
         return " or ".join(
             told + [f"({name} is not None and {test.format(name)})" for name in optional]
         )
@@ -62,9 +62,11 @@ def _code(names: Sequence[str], required: Collection[str]) -> str:
     body = [
         f"{', '.join(short.values())}, = values",
         # Off the GPU an ordinal says too little: a tensor without memory has -1 as well.
-        f"if {any_of('type({}) not in torch_types')} or {given[0]}.get_device() < 0:",
+        f"if {any_of('type({}) not in torch_types')} or (gpu := {given[0]}.get_device()) < 0:",
         "    return any_producer(values, stream)",
-        f"if {any_of('{}.is_neg()')} or modules[{_FORWARD_AD!r}]._current_level >= 0:",
+        f"if {any_of('{}.is_neg()')} or {any_of('{}.get_device() != gpu', 1)}:",
+        "    return any_producer(values, stream)",
+        f"if modules[{_FORWARD_AD!r}]._current_level >= 0:",
         "    return any_producer(values, stream)",
         f"if modules['torch'].is_grad_enabled() and ({any_of('{}.requires_grad')}):",
         "    return any_producer(values, stream)",
@@ -87,7 +89,7 @@ def _code(names: Sequence[str], required: Collection[str]) -> str:
     body += [
         f"past = 0 if {' and '.join(at)} and not ({' | '.join(at)}) % {ALIGNMENT} else (",
         f"    {', '.join(map(_past, given))},)",
-        f"return [{addresses}], ({signature}, past), None",
+        f"return [{addresses}], ({signature}, gpu, past), None",
     ]
     lines = [
         "def probe(values, stream):",
@@ -101,7 +103,7 @@ def _code(names: Sequence[str], required: Collection[str]) -> str:
 
 
 def _layout(name: str) -> str:
-    return f"{name}.shape, {name}.stride(), {name}.dtype, {name}.get_device()"
+    return f"{name}.shape, {name}.stride(), {name}.dtype"
 
 
 def _past(name: str) -> str:

@@ -22,6 +22,7 @@ from k3cupy.kernels.fused_a_gemm import MAX_TOKENS, FusedAGemmConfig
 from k3cupy.reference.fused_a_gemm import fused_a_gemm_reference
 from k3cupy.runtime import producers
 from k3cupy.runtime.devices import DeviceInfo
+from k3cupy.runtime.errors import reject
 
 
 def fused_a_gemm(
@@ -140,21 +141,26 @@ def dsv3_fused_a_gemm(*args: Any, **kwargs: Any) -> Any:
     return (_dsv3_of_sglang if is_sglang else _dsv3_of_vllm)(*args, **kwargs)
 
 
-def _dsv3_of_vllm(output: Any, mat_a: Any, mat_b: Any, enable_pdl: bool = False) -> None:
-    producers.check(output, "output")
+def _dsv3_of_vllm(output: Any, mat_a: Any, mat_b: Any, enable_pdl: Any = False) -> None:
+    if output is None:
+        hint = "In the order (mat_a, mat_b, output) it may be left out"
+        reject("output", "a tensor", "None", hint, TypeError)
     _dsv3_of_sglang(mat_a, mat_b, output, enable_pdl)
 
 
-def _dsv3_of_sglang(mat_a: Any, mat_b: Any, output: Any = None, enable_pdl: bool = False) -> Any:
-    checks.check_flags(locals(), "enable_pdl")
+def _dsv3_of_sglang(mat_a: Any, mat_b: Any, output: Any = None, enable_pdl: Any = False) -> Any:
+    if type(enable_pdl) is not bool:
+        checks.check_flags(locals(), "enable_pdl")
     return _DSV3((mat_a, mat_b, None, output), (enable_pdl, enable_pdl, False, None), None)
 
 
 def _ends_with_output(first: Any, second: Any, third: Any) -> bool:
     """Return whether three tensors are mat_a, mat_b and output, in this order."""
-    shapes: Any = [getattr(t, "shape", ()) for t in (first, second, third)]
-    a, b, out = shapes
-    if not (len(a) == len(b) == 2 and a[1] == b[0] and (third is None or out == (a[0], b[1]))):
+    a: Any = getattr(first, "shape", ())
+    b: Any = getattr(second, "shape", ())
+    if len(a) != 2 or len(b) != 2 or a[1] != b[0]:
+        return False
+    if third is not None and getattr(third, "shape", ()) != (a[0], b[1]):
         return False
     # Three squares of one size fit either order; the weight is the one that is seen transposed.
     return a != b or producers.view(second, "mat_b").strides == (1, b[0])

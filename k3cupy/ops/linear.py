@@ -56,6 +56,7 @@ def try_low_latency_gemm(
 
     Raises:
         TypeError: an argument is no tensor, or a flag no bool.
+        ValueError: the storage of a tensor was freed, or ends before the tensor does.
         CaptureError: the kernel is not loaded and the stream is capturing a graph.
         CompileError: the compiler refused the kernel; the text says why.
         ToolchainError: an edited copy of the sources was named, and is not there.
@@ -97,7 +98,8 @@ def low_latency_linear(
         A new [..., N] tensor of x's framework.
 
     Raises:
-        TypeError, CaptureError, CompileError, ToolchainError: as ``try_low_latency_gemm``.
+        TypeError, ValueError, CaptureError, CompileError, ToolchainError: as
+            ``try_low_latency_gemm``.
         Exception: what the framework's linear raises for shapes and types that it does not take.
 
     Example:

@@ -12,6 +12,7 @@ Other producers go through their DLPack capsule (see ``dlpack``).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -43,22 +44,18 @@ def _check_values(t: Any) -> None:
     Raises:
         BufferError: the text says what it is, and what to pass.
     """
-    torch = pytorch()
     if t.is_neg():
         raise BufferError("a view that carries the negative bit. Pass its resolve_neg()")
-    if tracks_tangents() and torch.autograd.forward_ad.unpack_dual(t).tangent is not None:
+    torch = sys.modules["torch"]  # which is whole where there are tensors of it
+    forward_ad, library = torch.autograd.forward_ad, torch._C
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
         raise BufferError(
             "a dual tensor of forward-mode AD, of which the operations have no derivative. Pass "
             "its primal, as torch.autograd.forward_ad.unpack_dual gives it"
         )
-    functorch = torch._C._functorch
-    if torch._C._are_functorch_transforms_active() and functorch.is_functorch_wrapped_tensor(t):
+    is_wrapped = library._functorch.is_functorch_wrapped_tensor
+    if library._are_functorch_transforms_active() and is_wrapped(t):
         raise BufferError("a tensor inside a transform of torch.func. Call outside of it")
-
-
-def tracks_tangents() -> bool:
-    """Return whether a level of forward-mode AD is open, so that tensors may carry tangents."""
-    return bool(pytorch().autograd.forward_ad._current_level >= 0)
 
 
 def _view_torch(t: Any) -> TensorView:
@@ -194,6 +191,9 @@ _by_type: dict[type, Handlers] = {}
 torch_types: set[type] = set()
 """Classes known as PyTorch's tensors, each from its first use on."""
 
+_plain_types: set[type] = set()
+"""Those whose memory is their own: PyTorch's tensor itself and its parameter."""
+
 _MOST_TYPES = 1024
 """Classes may be made without end, one a call."""
 
@@ -269,8 +269,9 @@ def probe_all(
     addresses: list[int] = []
     signature: list[Any] = []
     owners: list[Any] = []
-    grad_mode = bool(torch_types) and pytorch().is_grad_enabled()
-    tangents = bool(torch_types) and tracks_tangents()
+    torch = sys.modules["torch"] if torch_types else None
+    grad_mode = torch is not None and torch.is_grad_enabled()
+    tangents = torch is not None and torch.autograd.forward_ad._current_level >= 0
     add_address = addresses.append
     for value in values:
         if type(value) in torch_types:
@@ -316,10 +317,11 @@ def check_storages(names: tuple[str, ...], values: tuple[Any, ...]) -> None:
     Raises:
         ValueError: the text names the argument.
     """
-    torch = pytorch()
-    plain = () if torch is None else (torch.Tensor, torch.nn.Parameter)
+    if torch_types and not _plain_types:
+        torch = sys.modules["torch"]
+        _plain_types.update((torch.Tensor, torch.nn.Parameter))
     for name, t in zip(names, values, strict=True):
-        if type(t) in plain:
+        if type(t) in _plain_types:
             end = t.nbytes + t.storage_offset() * t.element_size()
             if end > t.untyped_storage().nbytes() or not t.is_contiguous():
                 v = _view_torch(t)
