@@ -1,0 +1,213 @@
+"""Every operation, whatever it is called with: the right values, or an error that names the fault.
+
+The judge is the second oracle (oracle.py), and for products float64 with the rules of arithmetic
+for what is not finite. Whole buffers are compared, guard bands included. `make fuzz` runs all of
+this long, on the CPU and on a GPU; in the suite it is a sample, the same every time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import spoils
+import torch
+from gemm_helpers import assert_any_product, same_bits
+from helpers import BF16, CASES, DEVICES, FP16, check_guards
+from hypothesis import given, note
+from hypothesis import strategies as st
+from mla_helpers import (
+    Form,
+    as_out,
+    each_form,
+    poisoned_outs,
+    run_and_check,
+    run_into_guarded_outs,
+)
+from spoils import Args, Spoil
+from strategies import (
+    DSV3_OP,
+    FUSED_A_CONFIGS,
+    FUSED_A_OP,
+    LINEAR_OPS,
+    SKINNY_OP,
+    GemmCase,
+    MlaCase,
+    bytes_of,
+    gemm_cases,
+    mla_cases,
+)
+
+import k3cupy
+
+each_device = pytest.mark.parametrize("device", DEVICES)
+each_dtype = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+PRODUCTS = [
+    *(pytest.param(FUSED_A_OP, BF16, name, id=f"fused_a-{name}") for name in FUSED_A_CONFIGS),
+    pytest.param(DSV3_OP, BF16, "rule", id="dsv3"),
+    *(
+        pytest.param(SKINNY_OP, dtype, "rule", id=f"skinny-{name}")
+        for name, dtype in (("bf16", BF16), ("fp16", FP16))
+    ),
+]
+
+
+def settle(case: MlaCase | GemmCase, device: str) -> None:
+    """Keep the promises: what a call reads was written before the kernel in front of it."""
+    if device == "cuda" and {"kv_inputs_ready", "weight_is_static", "enable_pdl"} & {*case.options}:
+        torch.cuda.synchronize()
+
+
+# --- Good calls ----------------------------------------------------------------------------------
+
+
+def run_mla(case: MlaCase, device: str) -> None:
+    settle(case, device)
+    if case.out_shift is None:
+        run_and_check(case.call, **case.options)
+    else:
+        run_into_guarded_outs(case.call, shift=case.out_shift, **case.options)
+
+
+@each_device
+@each_dtype
+@each_form
+@given(data=st.data())
+def test_any_epilogue(device: str, form: Form, dtype: torch.dtype, data: st.DataObject) -> None:
+    case = data.draw(mla_cases(form, dtype)).on(device)
+    CASES["right", device] += 1
+    run_mla(case, device)
+
+
+def run_gemm(case: GemmCase, device: str) -> None:
+    """Run it and compare the product, the bytes around it, and the inputs, which nobody writes."""
+    tensors = case.tensors
+    added = tensors.get("residual")
+    added = added.clone() if added is not None and case.in_place else added
+    read = [t for name, t in tensors.items() if name != "residual" or not case.in_place]
+    saved, around = [bytes_of(t) for t in read], case.out.snapshot() if case.out else None
+    settle(case, device)
+    result = case.run()
+    if case.out is not None:
+        assert result is (None if case.operation == DSV3_OP else case.out.tensor)
+        check_guards(case.out, around)
+        result = case.out.tensor
+    assert_any_product(result, tensors["x"], tensors["weight"], added)
+    for tensor, before in zip(read, saved, strict=True):
+        oracle.assert_same_bits(bytes_of(tensor), before, "an input")
+
+
+@each_device
+@pytest.mark.parametrize(("operation", "dtype", "config"), PRODUCTS)
+@given(data=st.data())
+def test_any_product(
+    device: str, operation: str, dtype: torch.dtype, config: str, data: st.DataObject
+) -> None:
+    chosen = FUSED_A_CONFIGS[config]
+    case = data.draw(gemm_cases(operation, dtype, chosen, device=device)).on(device)
+    CASES["right", device] += 1
+    run_gemm(case, device)
+
+
+@each_device
+@given(data=st.data())
+def test_any_linear_layer(device: str, data: st.DataObject) -> None:
+    """Either both give the bits of a kernel of ours, or there is a reason and the framework's."""
+    case = data.draw(gemm_cases("low_latency_linear", BF16, device=device)).on(device)
+    CASES["right", device] += 1
+    x, weight, residual = (case.tensors.get(name) for name in ("x", "weight", "residual"))
+    settle(case, device)
+    explained = k3cupy.explain_low_latency_gemm(
+        x, weight, residual, batch_invariant=case.options["batch_invariant"]
+    )
+    tried, out = k3cupy.try_low_latency_gemm(**case.arguments()), case.run()
+    assert explained.is_fallback == (tried is None)
+    if tried is not None:
+        same_bits(tried, out)
+        assert_any_product(out, x, weight, residual)
+        return
+    assert explained.reason
+    if residual is None:
+        same_bits(out, torch.nn.functional.linear(x, weight))
+    else:
+        same_bits(out, torch.addmm(residual, x, weight.T))
+
+
+# --- Spoiled calls -------------------------------------------------------------------------------
+
+
+def memory_of(values: list[Any]) -> list[torch.Tensor]:
+    """Copies of all the memory behind arguments."""
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.device.type in ("cpu", "cuda"):
+            found.append(bytes_of(value))
+        elif isinstance(value, np.ndarray):
+            found.append(torch.from_numpy(np.frombuffer(value.tobytes(), np.uint8).copy()))
+    return found
+
+
+def assert_refused(run: Callable[[Args], Any], args: Args, spoil: Spoil) -> None:
+    """An error of the agreed form that blames the argument, and not one byte has changed."""
+    note(str(spoil))
+    changed = {**args, **spoil.replaced(args)}
+    everything = [*args.values(), *changed.values()]
+    before = memory_of(everything)
+    with pytest.raises((TypeError, ValueError)) as caught:
+        run(changed)
+    text, names = str(caught.value), "|".join(map(re.escape, spoil.blamed))
+    assert re.match(rf"({names}): expected .*, got ", text, re.DOTALL), f"{spoil}: {text!r}"
+    for now, then in zip(memory_of(everything), before, strict=True):
+        oracle.assert_same_bits(now, then, f"memory after a refused call: {spoil}")
+
+
+def drawn(data: st.DataObject, every: tuple[Spoil, ...], args: Args, device: str) -> Spoil:
+    fitting = [spoil for spoil in every if spoil.fits(args, device)]
+    return fitting[data.draw(st.integers(0, len(fitting) - 1))]
+
+
+@each_device
+@each_form
+@each_dtype
+@given(data=st.data())
+def test_any_spoiled_epilogue(
+    device: str, form: Form, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    """Also behind a plan that a good call left."""
+    case = data.draw(mla_cases(form, dtype, to_be_spoiled=True)).on(device)
+    CASES["refused", device] += 1
+    if data.draw(st.booleans()):
+        run_mla(case, device)
+    names, boxes = spoils.outs_of(form), poisoned_outs(case.call, shift=case.out_shift or 0)
+    args = {
+        **case.call.args,
+        **case.options,
+        **{n: b.tensor for n, b in zip(names, boxes, strict=True)},
+    }
+
+    def run(changed: Args) -> Any:
+        rest = {name: value for name, value in changed.items() if name not in names}
+        return case.call.operation(**rest, out=as_out([changed[name] for name in names]))
+
+    assert_refused(run, args, drawn(data, spoils.of_mla(form.name), args, device))
+    run(args)
+    case.call.check_outputs(as_out([box.tensor for box in boxes]))
+
+
+@each_device
+@pytest.mark.parametrize("operation", [FUSED_A_OP, DSV3_OP, SKINNY_OP, *LINEAR_OPS])
+@given(data=st.data())
+def test_any_spoiled_product(device: str, operation: str, data: st.DataObject) -> None:
+    """Also behind a plan that a good call left."""
+    dtype = data.draw(st.sampled_from((BF16, FP16))) if operation == SKINNY_OP else BF16
+    case = data.draw(gemm_cases(operation, dtype, device=device, to_be_spoiled=True)).on(device)
+    CASES["refused", device] += 1
+    args = case.arguments()
+    if device == "cpu" and data.draw(st.booleans()):
+        case.run()
+    spoil = drawn(data, spoils.of_gemm(operation), args, device)
+    assert_refused(lambda changed: getattr(k3cupy, operation)(**changed), args, spoil)
