@@ -279,7 +279,7 @@ def of_gemm(operation: str) -> tuple[Spoil, ...]:
 def _of_gemm(operation: str) -> Iterator[Spoil]:
     if operation in LINEAR_OPS:
         for name in ("x", "weight", "residual"):
-            for junk in (object(), [1, 2, 3], "text", 1 + 0j, True):
+            for junk in _JUNK:
                 yield put(name, junk)
         for name in ("x", "weight"):
             yield put(name, None)

@@ -21,6 +21,7 @@ from helpers import BF16, CASES, DEVICES, FP16, check_guards
 from hypothesis import given, note
 from hypothesis import strategies as st
 from mla_helpers import (
+    FORMS,
     Form,
     as_out,
     each_form,
@@ -137,6 +138,32 @@ def test_any_linear_layer(device: str, data: st.DataObject) -> None:
         same_bits(out, torch.addmm(residual, x, weight.T))
 
 
+@each_device
+@given(data=st.data())
+def test_any_enabled_layer(device: str, data: st.DataObject) -> None:
+    """The product of a layer, with more axes too; and the framework's, when it is disabled."""
+    case = data.draw(gemm_cases("low_latency_linear", BF16, device=device)).on(device)
+    CASES["right", device] += 1
+    x, weight = case.tensors["x"], case.tensors["weight"]
+    layer = torch.nn.Linear(*weight.shape[::-1], bias=False, device="meta")
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    report = k3cupy.enable_low_latency_gemm(layer, tokens=1, warmup=False, batch_invariant=False)
+    choice, of_torch = (
+        k3cupy.explain_low_latency_gemm(x, weight),
+        torch.nn.functional.linear(x, weight),
+    )
+    if device == "cuda":
+        torch.cuda.synchronize()
+    out = layer(x[None] if data.draw(st.booleans()) else x).view(case.shape)
+    if report.installed and not choice.is_fallback:
+        same_bits(out, k3cupy.low_latency_linear(x, weight, batch_invariant=False))
+        assert_any_product(out, x, weight)
+    else:
+        same_bits(out, of_torch)
+    k3cupy.disable_low_latency_gemm(layer)
+    same_bits(layer(x), of_torch)
+
+
 # --- Spoiled calls -------------------------------------------------------------------------------
 
 
@@ -153,7 +180,6 @@ def memory_of(values: list[Any]) -> list[torch.Tensor]:
 
 def assert_refused(run: Callable[[Args], Any], args: Args, spoil: Spoil) -> None:
     """An error of the agreed form that blames the argument, and not one byte has changed."""
-    note(str(spoil))
     changed = {**args, **spoil.replaced(args)}
     everything = [*args.values(), *changed.values()]
     before = memory_of(everything)
@@ -167,7 +193,9 @@ def assert_refused(run: Callable[[Args], Any], args: Args, spoil: Spoil) -> None
 
 def drawn(data: st.DataObject, every: tuple[Spoil, ...], args: Args, device: str) -> Spoil:
     fitting = [spoil for spoil in every if spoil.fits(args, device)]
-    return fitting[data.draw(st.integers(0, len(fitting) - 1))]
+    spoil = fitting[data.draw(st.integers(0, len(fitting) - 1))]
+    note(str(spoil))
+    return spoil
 
 
 @each_device
@@ -211,3 +239,67 @@ def test_any_spoiled_product(device: str, operation: str, data: st.DataObject) -
         case.run()
     spoil = drawn(data, spoils.of_gemm(operation), args, device)
     assert_refused(lambda changed: getattr(k3cupy, operation)(**changed), args, spoil)
+
+
+# --- The judges ----------------------------------------------------------------------------------
+
+
+def test_every_argument_is_spoiled_in_many_ways() -> None:
+    for form in FORMS.values():
+        names = {spoil.name for spoil in spoils.of_mla(form.name)}
+        assert names >= {*form.tensors, *spoils.outs_of(form), "pdl", "config"}
+        assert len(spoils.of_mla(form.name)) > 60
+    names = {spoil.name for spoil in spoils.of_gemm(FUSED_A_OP)}
+    assert names >= {"x", "weight", "residual", "out", "pdl", "weight_is_static", "config"}
+    assert {spoil.name for spoil in spoils.of_gemm(DSV3_OP)} == {
+        *("mat_a", "mat_b", "output", "enable_pdl")
+    }
+
+
+def test_the_judge_of_products() -> None:
+    """It sees what is not finite, flushed or off by a unit; what overflows on the way is free."""
+    x, weight = torch.ones(1, 16).to(BF16), torch.ones(3, 16).to(BF16)
+    right = torch.full((1, 3), 16.0).to(BF16)
+    assert_any_product(right, x, weight)
+    for wrong in (16.125, 15.9375, 0.0, float("nan"), float("inf")):
+        out = right.clone()
+        out[0, 1] = wrong
+        with pytest.raises(AssertionError, match=r"element \(0, 1\): expected 16"):
+            assert_any_product(out, x, weight)
+    tiny = torch.full((1, 3), 2.0**-133).to(BF16)
+    with pytest.raises(AssertionError, match="got 0"):
+        assert_any_product(torch.zeros(1, 3).to(BF16), x * 0, weight, tiny)
+    weight[0, 3], weight[1, 3], weight[2, 3] = float("inf"), float("nan"), float("-inf")
+    want = torch.tensor([[float("inf"), float("nan"), float("-inf")]]).to(BF16)
+    assert_any_product(want, x, weight)
+    x[0, 3] = 0
+    assert_any_product(want.fill_(float("nan")), x, weight)
+    with pytest.raises(AssertionError, match="expected NaN"):
+        assert_any_product(right, x, weight)
+    x, weight = torch.full((1, 16), 1e30).to(BF16), torch.full((1, 16), 1e30).to(BF16)
+    weight[0, ::2] *= -1
+    assert_any_product(torch.full((1, 1), float("nan")).to(BF16), x, weight)
+
+
+def test_the_judge_of_refusals() -> None:
+    """It asks for the name, the form, an error, and memory as it was."""
+    args = {"x": torch.zeros(3), "y": torch.zeros(3)}
+    spoil = spoils.put("x", 5)
+
+    def refuse(changed: Args, text: str = "x: expected a tensor, got int") -> None:
+        raise TypeError(text)
+
+    def write(changed: Args) -> None:
+        changed["y"][1] = 1
+        refuse(changed)
+
+    assert_refused(refuse, args, spoil)
+    for run, told in (
+        (lambda changed: refuse(changed, "y: expected a tensor, got int"), "is 5"),
+        (lambda changed: refuse(changed, "x is wrong"), "is 5"),
+        (lambda changed: None, "DID NOT RAISE"),
+        (write, "memory after a refused call"),
+    ):
+        with pytest.raises((AssertionError, pytest.fail.Exception), match=told):
+            assert_refused(run, args, spoil)
+        args["y"].zero_()
