@@ -24,7 +24,7 @@ _JUNK = (object(), [1, 2, 3], "text", 1 + 0j, True)
 _NO_VALUES = (torch.float32, torch.float64, torch.int16, torch.float8_e5m2)
 _BYTES = (E4M3, torch.uint8)
 _NO_INDICES = (torch.int16, torch.uint8, torch.float32, torch.bool)
-_NO_SCALES = (math.nan, math.inf, -math.inf, 0.0, -0.0, -1.5, 1e39, 1e-50)
+_NO_SCALES = (math.nan, math.inf, -math.inf, 0.0, -0.0, -1.5, 1e39, 1e-50, 10**400)
 _FUSED_A_CONFIG = k3cupy.FusedAGemmConfig(8, 16, 128, 4, 2, 2, 1, 1, 2)
 _SKINNY_CONFIG = k3cupy.SkinnyGemmConfig(8, 64, 4, 2, 8)
 
@@ -41,6 +41,7 @@ class Spoil:
         needs: the arguments that must be there.
         device: where it can be done; anywhere if empty.
         when: looks at the argument as it was.
+        error: of which kind the error is.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Spoil:
     needs: tuple[str, ...] = ()
     device: str = ""
     when: Callable[[Any], bool] = lambda _: True
+    error: type[Exception] = ValueError
 
     def fits(self, args: Args, device: str) -> bool:
         return (
@@ -107,9 +109,30 @@ def read_only(tensor: torch.Tensor) -> Any:
     return array
 
 
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    copied = tensor.detach().clone()
+    copied.untyped_storage().resize_(0)
+    return copied
+
+
+def shrunk(tensor: torch.Tensor) -> torch.Tensor:
+    """The last element is no longer there."""
+    copied = tensor.detach().clone()
+    copied.untyped_storage().resize_(copied.untyped_storage().nbytes() - copied.element_size())
+    return copied
+
+
+def of_memory(name: str) -> Iterator[Spoil]:
+    yield change(name, "is freed", freed)
+    yield change(name, "is shrunk", shrunk)
+
+
 def of_a_tensor(name: str, *, axes: bool = True) -> Iterator[Spoil]:
     for junk in _JUNK:
-        yield put(name, junk)
+        yield put(name, junk, error=TypeError)
+    yield from of_memory(name)
+    negative = lambda t: torch._neg_view(t.clone())  # noqa: E731
+    yield change(name, "carries the negative bit", negative, when=is_number, error=TypeError)
     yield change(name, "is on meta", lambda t: t.to("meta"))
     yield change(name, "is on the CPU", lambda t: t.cpu(), device="cuda")
     grad = lambda t: t.detach().clone().requires_grad_()  # noqa: E731
@@ -122,7 +145,7 @@ def of_a_tensor(name: str, *, axes: bool = True) -> Iterator[Spoil]:
 
 def of_types(name: str, *wrong: torch.dtype) -> Iterator[Spoil]:
     for dtype in wrong:
-        yield change(name, f"is {dtype}", lambda t, to=dtype: t.to(to))
+        yield change(name, f"is {dtype}", lambda t, to=dtype: t.to(to), error=TypeError)
 
 
 def of_half(name: str, first: str) -> Spoil:
@@ -131,7 +154,7 @@ def of_half(name: str, first: str) -> Spoil:
     def other(args: Args) -> Args:
         return {name: args[name].to(FP16 if args[first].dtype == BF16 else BF16)}
 
-    return Spoil(name, "is the other half", other, (name,))
+    return Spoil(name, "is the other half", other, (name,), error=TypeError)
 
 
 def of_rows(name: str, *others: str) -> Iterator[Spoil]:
@@ -149,7 +172,7 @@ def of_what_is_written(name: str, *others: str) -> Iterator[Spoil]:
 
 
 def overlap(written: str, other: str) -> Spoil:
-    """The first byte of the other lies within the last row of what is written."""
+    """The first element of the other lies within what is written."""
 
     def span(t: torch.Tensor) -> int:
         reach = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
@@ -158,6 +181,8 @@ def overlap(written: str, other: str) -> Spoil:
     def both(args: Args) -> Args:
         a, b = args[written], args[other]
         at = (span(a) - a.element_size()) // 16 * 16
+        if at == 0 and other == "residual":
+            at = a.element_size()  # at the very same place it would be added in place
         size = -(-max(at + span(b), span(a)) // 16) * 16
         memory = torch.zeros(size, dtype=torch.uint8, device=a.device)
         first = memory.view(a.dtype).as_strided(a.shape, a.stride(), 0)
@@ -170,7 +195,7 @@ def overlap(written: str, other: str) -> Spoil:
 def of_flags(*names: str) -> Iterator[Spoil]:
     for name in names:
         for junk in (1, 0, "no", [1]):
-            yield put(name, junk)
+            yield put(name, junk, error=TypeError)
 
 
 # --- Of each operation ---------------------------------------------------------------------------
@@ -214,13 +239,13 @@ def _of_mla(form: Form) -> Iterator[Spoil]:
         yield change(name, "is turned", lambda t: t.transpose(0, 1).contiguous().transpose(0, 1))
     yield from of_flags("pdl")
     for junk in (5, "fast", 1.0, (1, 2), _SKINNY_CONFIG):
-        yield put("config", junk)
+        yield put("config", junk, error=TypeError)
     if form.kind == "decode":
         yield from of_flags("ds_mla", "kv_inputs_ready")
     if form.has_cache:
         yield from _of_places(form)
     for name in form.scales:
-        yield from _of_a_scale(name, required=form.kind != "decode" or name == "cache_scale_inv")
+        yield from _of_a_scale(name, form)
     if form.name in ("decode", "decode-ds_mla"):
         yield put("cache_scale_inv", 1.5)
     if form.name == "decode-ds_mla":
@@ -259,14 +284,16 @@ def _of_places(form: Form) -> Iterator[Spoil]:
         yield change(name, "is left out", lambda _: None)
 
 
-def _of_a_scale(name: str, *, required: bool) -> Iterator[Spoil]:
+def _of_a_scale(name: str, form: Form) -> Iterator[Spoil]:
     for value in _NO_SCALES:
         yield put(name, value)
     yield from of_a_tensor(name, axes=False)
     yield from of_types(name, torch.float64, BF16, torch.int32)
     yield change(name, "is two", lambda t: t.reshape(1).repeat(2))
     yield change(name, "is empty", lambda t: t.reshape(1)[:0])
-    if required:
+    if form.kind != "decode":
+        yield put(name, None, error=TypeError)
+    elif name == "cache_scale_inv":
         yield put(name, None)
 
 
@@ -280,12 +307,13 @@ def _of_gemm(operation: str) -> Iterator[Spoil]:
     if operation in LINEAR_OPS:
         for name in ("x", "weight", "residual"):
             for junk in _JUNK:
-                yield put(name, junk)
+                yield put(name, junk, error=TypeError)
+            yield from of_memory(name)
         for name in ("x", "weight"):
-            yield put(name, None)
+            yield put(name, None, error=TypeError)
         yield from of_flags("weight_is_static")
         for junk in ("no", [1], 1, 0):
-            yield put("batch_invariant", junk)
+            yield put("batch_invariant", junk, error=TypeError)
         return
     tensors, fused = ("x", "weight", "residual", "out"), operation == FUSED_A_OP
     for name in tensors:
@@ -296,7 +324,7 @@ def _of_gemm(operation: str) -> Iterator[Spoil]:
         if fused or name != "x":
             yield of_half(name, "x")
     for name in ("x", "weight"):
-        yield put(name, None)
+        yield put(name, None, error=TypeError)
     yield change("x", "has no columns", lambda t: t[:, :0], "weight")
     most = 64 if fused else 8
     yield change("x", "has many rows", lambda t: t[:1].repeat(most + 1, 1))
@@ -307,7 +335,7 @@ def _of_gemm(operation: str) -> Iterator[Spoil]:
     yield from of_what_is_written("out", "x", "weight", "residual")
     yield from of_flags("pdl", "weight_is_static", *(("batch_invariant",) if fused else ()))
     for junk in (5, "fast", (8, 64, 4, 2, 8), _SKINNY_CONFIG if fused else _FUSED_A_CONFIG):
-        yield put("config", junk)
+        yield put("config", junk, error=TypeError)
 
 
 def _of_a_weight(name: str) -> Iterator[Spoil]:
@@ -323,7 +351,7 @@ def _of_dsv3() -> Iterator[Spoil]:
         yield from of_a_tensor(name)
         yield from of_types(name, *_NO_VALUES, *_BYTES)
         yield of_half(name, "mat_a")
-        yield put(name, None)
+        yield put(name, None, error=TypeError)
     yield from of_rows("mat_a", "mat_b")
     yield from of_rows("output")
     for spoil in _of_a_weight("mat_b"):

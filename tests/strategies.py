@@ -242,10 +242,9 @@ def _cache(
     layouts: Layouts,
     at_least: int,
 ) -> Guarded:
-    kinds = {"fp8": E4M3, "decode-fp8": E4M3, "decode": dtype, "insert": dtype}
-    cache_type = kinds.get(form.name, torch.uint8)
-    if form.name == "fp8" and draw(st.booleans()):
-        cache_type = torch.uint8
+    bytes_or_codes = (torch.uint8, E4M3)
+    kinds = {"decode": (dtype,), "insert": (dtype,), "decode-uint8": (torch.uint8,)}
+    cache_type = draw(st.sampled_from(kinds.get(form.name, bytes_or_codes)))
     block_size = draw(st.integers(1, 5)) if tokens < 10 else draw(st.sampled_from((16, 24, 64)))
     blocks = draw(st.integers(at_least, 3 if tokens < 10 else 2 + 2 * tokens // block_size))
     itemsize = torch.empty(0, dtype=cache_type).element_size()
@@ -328,8 +327,11 @@ FUSED_A_CONFIGS = {
 FUSED_A_OP, DSV3_OP, SKINNY_OP = "fused_a_gemm", "dsv3_fused_a_gemm", "skinny_gemm"
 LINEAR_OPS = ("low_latency_linear", "try_low_latency_gemm")
 _DSV3_NAMES = {"x": "mat_a", "weight": "mat_b", "out": "output"}
+VLLM, SGLANG = ("output", "mat_a", "mat_b"), ("mat_a", "mat_b", "output")
+_ORDERS: tuple[tuple[str, ...], ...] = ((), VLLM, VLLM[:2], SGLANG, SGLANG[:1])
 _SPECIALS = (math.nan, math.inf, -math.inf, 0.0, -0.0)
-_SIZES_OF_THE_RULE = ((4, 24, 64), (17, 65, 208))
+_SIZES_OF_THE_RULE = ((4, 24, 64), (17, 65, 208), (64, 64, 64))
+_SQUARES = ((16, 16, 16), (32, 32, 32), (64, 64, 64))
 _SIZES_OF_LINEAR = ((0, 24, 64), (1, 24, 64), (4, 24, 64), (17, 24, 64), (4, 65, 208))
 """M, N and K on a GPU where a rule chooses the kernel, for each of its choices is compiled."""
 
@@ -342,6 +344,8 @@ class GemmCase:
     tensors: dict[str, torch.Tensor]
     options: dict[str, Any]
     out: Guarded | None = None
+    order: tuple[str, ...] = ()
+    """Of the arguments that come without a name."""
 
     def on(self, device: str) -> GemmCase:
         """The same case on a device; a residual that is the output stays it."""
@@ -374,9 +378,11 @@ class GemmCase:
             given["weight"] = given["weight"].T
         return {self.name_of(name): value for name, value in given.items()}
 
-    def run(self, **changes: Any) -> Any:
+    def run(self) -> Any:
         """The operation's result; it is looked up at call time."""
-        return getattr(k3cupy, self.operation)(**{**self.arguments(), **changes})
+        named = self.arguments()
+        unnamed = [named.pop(name) for name in self.order if name in named]
+        return getattr(k3cupy, self.operation)(*unnamed, **named)
 
 
 @st.composite
@@ -398,8 +404,9 @@ def gemm_cases(
         tensors["x"] = tensors["x"][:1].expand(x.shape)
     tensors["weight"] = guarded(weight, shift=16 * draw(st.integers(0, 2)))
     options, out = _options_of(draw, operation, config, device), None
-    if operation == DSV3_OP or (
-        operation not in LINEAR_OPS and (to_be_spoiled or draw(st.booleans()))
+    order = draw(st.sampled_from(_ORDERS)) if operation == DSV3_OP else ()
+    if (operation == DSV3_OP and (to_be_spoiled or order != SGLANG or draw(st.booleans()))) or (
+        operation not in (*LINEAR_OPS, DSV3_OP) and (to_be_spoiled or draw(st.booleans()))
     ):
         out = Guarded((tokens, n), dtype, **layouts.of_rows(draw, tokens, n))
     if operation != DSV3_OP and (to_be_spoiled or draw(st.booleans())):
@@ -408,7 +415,7 @@ def gemm_cases(
             tensors["residual"] = out.tensor
         else:
             tensors["residual"] = guarded(added, **layouts.of_rows(draw, tokens, n))
-    return GemmCase(operation, tensors, options, out)
+    return GemmCase(operation, tensors, options, out, order)
 
 
 def _sizes_of(
@@ -428,7 +435,10 @@ def _sizes_of(
     if on_gpu and operation == SKINNY_OP:
         tokens = st.sampled_from((0, 1, 4, 7))
     depth = st.integers(1, 20).map(lambda steps: steps * gemm.k_multiple)
-    return st.tuples(tokens, st.integers(max(least, 1), 40), depth)
+    any_size = st.tuples(tokens, st.integers(max(least, 1), 40), depth)
+    if operation == DSV3_OP:  # whose order of arguments the shapes tell
+        return st.one_of(any_size, st.sampled_from(_SQUARES))
+    return any_size
 
 
 def _options_of(draw: st.DrawFn, operation: str, config: Any, device: str) -> dict[str, Any]:

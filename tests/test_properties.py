@@ -35,6 +35,7 @@ from strategies import (
     FUSED_A_CONFIGS,
     FUSED_A_OP,
     LINEAR_OPS,
+    SGLANG,
     SKINNY_OP,
     GemmCase,
     MlaCase,
@@ -66,12 +67,26 @@ def settle(case: MlaCase | GemmCase, device: str) -> None:
 # --- Good calls ----------------------------------------------------------------------------------
 
 
+def counts_of(tensors: dict[str, Any]) -> dict[str, int]:
+    """How often PyTorch was told that each tensor was written."""
+    return {name: t._version for name, t in tensors.items() if isinstance(t, torch.Tensor)}
+
+
+def check_counts(before: dict[str, int], tensors: dict[str, Any], *written: str) -> None:
+    """What was written was counted, and nothing else was. Without tokens nobody asks."""
+    for name, count in counts_of(tensors).items():
+        assert (count > before[name]) == (name in written), f"the count of writes of {name}"
+
+
 def run_mla(case: MlaCase, device: str) -> None:
     settle(case, device)
+    counts = counts_of(case.call.args)
     if case.out_shift is None:
         run_and_check(case.call, **case.options)
     else:
         run_into_guarded_outs(case.call, shift=case.out_shift, **case.options)
+    if case.call.tokens:
+        check_counts(counts, case.call.args, *case.form.written(rope=case.call.rope))
 
 
 @each_device
@@ -91,10 +106,14 @@ def run_gemm(case: GemmCase, device: str) -> None:
     added = added.clone() if added is not None and case.in_place else added
     read = [t for name, t in tensors.items() if name != "residual" or not case.in_place]
     saved, around = [bytes_of(t) for t in read], case.out.snapshot() if case.out else None
+    counts = counts_of(tensors)
     settle(case, device)
     result = case.run()
+    if case.shape[0]:
+        check_counts(counts, tensors, *(("residual",) if case.in_place else ()))
     if case.out is not None:
-        assert result is (None if case.operation == DSV3_OP else case.out.tensor)
+        returns_none = case.operation == DSV3_OP and case.order not in (SGLANG, SGLANG[:1])
+        assert result is (None if returns_none else case.out.tensor)
         check_guards(case.out, around)
         result = case.out.tensor
     assert_any_product(result, tensors["x"], tensors["weight"], added)
@@ -182,13 +201,14 @@ def assert_refused(run: Callable[[Args], Any], args: Args, spoil: Spoil) -> None
     """An error of the agreed form that blames the argument, and not one byte has changed."""
     changed = {**args, **spoil.replaced(args)}
     everything = [*args.values(), *changed.values()]
-    before = memory_of(everything)
-    with pytest.raises((TypeError, ValueError)) as caught:
+    before, counts = memory_of(everything), counts_of(changed)
+    with pytest.raises(spoil.error) as caught:
         run(changed)
     text, names = str(caught.value), "|".join(map(re.escape, spoil.blamed))
     assert re.match(rf"({names}): expected .*, got ", text, re.DOTALL), f"{spoil}: {text!r}"
     for now, then in zip(memory_of(everything), before, strict=True):
         oracle.assert_same_bits(now, then, f"memory after a refused call: {spoil}")
+    assert counts_of(changed) == counts, "a refused call counts no write"
 
 
 def drawn(data: st.DataObject, every: tuple[Spoil, ...], args: Args, device: str) -> Spoil:
@@ -282,15 +302,19 @@ def test_the_judge_of_products() -> None:
 
 
 def test_the_judge_of_refusals() -> None:
-    """It asks for the name, the form, an error, and memory as it was."""
+    """It asks for the name, the form, an error, memory as it was, and no write that is counted."""
     args = {"x": torch.zeros(3), "y": torch.zeros(3)}
-    spoil = spoils.put("x", 5)
+    spoil = spoils.put("x", 5, error=TypeError)
 
     def refuse(changed: Args, text: str = "x: expected a tensor, got int") -> None:
         raise TypeError(text)
 
     def write(changed: Args) -> None:
-        changed["y"][1] = 1
+        changed["y"].data[1] = 1  # what is written so is not counted
+        refuse(changed)
+
+    def count(changed: Args) -> None:
+        changed["y"].add_(0)
         refuse(changed)
 
     assert_refused(refuse, args, spoil)
@@ -299,6 +323,7 @@ def test_the_judge_of_refusals() -> None:
         (lambda changed: refuse(changed, "x is wrong"), "is 5"),
         (lambda changed: None, "DID NOT RAISE"),
         (write, "memory after a refused call"),
+        (count, "counts no write"),
     ):
         with pytest.raises((AssertionError, pytest.fail.Exception), match=told):
             assert_refused(run, args, spoil)
