@@ -7,7 +7,6 @@
 #   BASE_PYTHON=python3.12   the interpreter that creates .venv (default: python3)
 #   TORCH_SPEC=torch==2.10.0 which PyTorch to install into .venv
 #   TORCH_INDEX=URL          one more package index for it, such as PyTorch's own CPU-only index
-#   HYPOTHESIS_PROFILE=fuzz  property tests with new examples, thousands a test
 #   BENCH=prefill            what `make bench` measures: decode (the default), prefill, gemm, linear
 #   HUNT_REPLAYS=5000        how often `make hunt` replays each chain of kernels
 #   SOAK_MINUTES=30          how long `make soak` runs
@@ -16,7 +15,8 @@
 #   DEMO_ARGS, TEST_ARGS, BENCH_ARGS   passed on to the demo, to pytest and to the benchmark
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test compile-all hunt soak sanitize lint check-style check-types check-cuda format wheel bench clean
+.PHONY: help demo test fuzz coverage compile-all hunt soak sanitize lint check-style check-types \
+  check-cuda format wheel bench clean
 
 BASE_PYTHON ?= python3
 DEMO_ARGS ?=
@@ -53,12 +53,24 @@ demo: $(RUN_ENV) ## Run one Kimi-K3 MLA decode layer, fused and unfused, and com
 	@$(PY) examples/mla_decode_step.py $(DEMO_ARGS)
 
 # pytest starts in tests/, so that `k3cupy` is the one that the environment finds, also a wheel.
-# $(call pytest,PROCESSES): its command line, with as many processes as cores up to a number.
-pytest = $(PY) -m pytest -c ../pyproject.toml --rootdir .. $$($(PY) -c \
+# $(call pytest,PROCESSES,RUNNER): its command line, with as many processes as cores up to a number.
+pytest = $(PY) $(2) -m pytest -c ../pyproject.toml --rootdir .. $$($(PY) -c \
   'import importlib.util as u; print("-n auto --maxprocesses $(1) --dist loadgroup" * bool(u.find_spec("xdist")))')
 
 test: $(DEV_ENV) lint ## Lint, types, every test that this machine can run, the wheel
 	@cd tests && $(call pytest,8) $(TEST_ARGS)
+
+fuzz: $(DEV_ENV) ## Property tests with new examples, a thousand a test, on the CPU and on a GPU
+	@cd tests && HYPOTHESIS_PROFILE=fuzz $(call pytest,16) -o timeout=0 test_properties.py $(TEST_ARGS)
+
+# Processes that tests start are counted too, and whatever folder they start in.
+coverage: export COVERAGE_FILE := $(CURDIR)/.coverage
+coverage: $(DEV_ENV) ## Lines of the package that the tests of a machine without a GPU run: 95% or more
+	@$(PY) -m coverage erase
+	@cd tests && $(call pytest,8,-m coverage run --rcfile=../pyproject.toml) \
+	  -m "not compiles and not gpu" $(TEST_ARGS)
+	@$(PY) -m coverage combine --quiet
+	@$(PY) -m coverage report
 
 compile-all: $(DEV_ENV) ## Compile and inspect every kernel for every architecture: hours of CPU time
 	@cd tests && K3CUPY_COMPILE_ALL=1 $(call pytest,64) -m compiles $(TEST_ARGS)
@@ -106,7 +118,7 @@ bench: $(RUN_ENV) ## Measure on this machine's GPU: BENCH=decode, prefill, gemm 
 	@$(PY) -m k3cupy bench $(BENCH) $(BENCH_ARGS)
 
 clean: ## Remove .venv, build output and caches
-	rm -rf .venv build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis tests/.hypothesis
+	rm -rf .venv build dist .coverage .coverage.* .pytest_cache .ruff_cache .mypy_cache .hypothesis tests/.hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- setting up .venv ---

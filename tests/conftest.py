@@ -20,16 +20,16 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import pytest
 import torch
 from gemm_helpers import GEMMS, Gemm
-from helpers import DEVICES
+from helpers import CASES, DEVICES
 from hypothesis import settings
 from torch_linear_helpers import Calls
 
 import k3cupy
 from k3cupy.ops import linear
 
-# The same examples every time; `HYPOTHESIS_PROFILE=fuzz` looks for new ones, and for many more.
+# The same examples every time; `make fuzz` looks for new ones, and for many more.
 settings.register_profile("suite", max_examples=40, derandomize=True, deadline=None, database=None)
-settings.register_profile("fuzz", max_examples=3000, deadline=None, print_blob=True)
+settings.register_profile("fuzz", max_examples=1000, deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 
 
@@ -44,6 +44,30 @@ def pytest_configure() -> None:
     os.environ.pop("K3CUPY_BATCH_INVARIANT", None)
     entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join(str(Path(e).resolve()) for e in entries if e)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker hands over what it has counted."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["cases"] = [(*key, count) for key, count in CASES.items()]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """The counts of a worker are added up."""
+    for what, device, count in getattr(node, "workeroutput", {}).get("cases", ()):
+        CASES[what, device] += count
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say how many cases were generated."""
+    for device in dict.fromkeys(device for _, device in CASES):
+        counts = {what: count for (what, where), count in CASES.items() if where == device}
+        told = ", ".join(f"{count:,} {what}" for what, count in counts.items())
+        terminalreporter.write_line(
+            f"generated cases on {device}: {sum(counts.values()):,} ({told})"
+        )
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -141,6 +141,65 @@ def assert_product(
         )
 
 
+def assert_any_product(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor | None = None,
+) -> None:
+    """Each element is the rounding of a number within the error of its sum, whatever goes into it.
+
+    NaN and infinities are where arithmetic puts them, in any order of the sum. Nothing is flushed.
+    Where the sum of the sizes leaves fp32, the order decides, and anything may come out.
+    """
+    assert tuple(out.shape) == (x.shape[0], weight.shape[0])
+    assert out.dtype == x.dtype
+    out, x, weight = out.cpu(), x.cpu(), weight.cpu()
+    added = torch.zeros_like(out) if residual is None else residual.cpu()
+    finite_x, finite_w, finite_r = (
+        t.double().nan_to_num(0.0, 0.0, 0.0) for t in (x, weight, added)
+    )
+    exact = finite_x @ finite_w.T + finite_r
+    largest = finite_x.abs() @ finite_w.abs().T + finite_r.abs()
+    error = (x.shape[1] / 16 + 64) * (largest * 2.0**-23 + 2.0**-149)
+    nan, above, below = _not_finite(x, weight, added)
+    free = (largest >= torch.finfo(torch.float32).max) & ~nan
+    exact = torch.where(above, torch.inf, torch.where(below, -torch.inf, exact))
+    low, high = (oracle.rounded(exact + sign * error, out.dtype) for sign in (-1, 1))
+    got = out.double()
+    right = torch.where(nan, got.isnan(), (got >= low) & (got <= high)) | free
+    if not right.all():
+        at = tuple((~right).nonzero()[0].tolist())
+        want = "NaN" if nan[at] else f"{low[at]} to {high[at]}"
+        raise AssertionError(f"element {at}: expected {want}, got {got[at]}")
+
+
+def _not_finite(
+    x: torch.Tensor, weight: torch.Tensor, added: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where the sums are NaN, where they are above and where below every number.
+
+    By counting the terms of each kind: a library's product may leave out what it multiplies by 0.
+    """
+
+    def kinds(t: torch.Tensor) -> dict[str, torch.Tensor]:
+        signs = {"plus": t > 0, "minus": t < 0, "zero": t == 0}
+        ends = {"top": t == torch.inf, "bottom": t == -torch.inf, "nan": t.isnan()}
+        return {name: where.double() for name, where in (signs | ends).items()}
+
+    a, b, r = kinds(x), kinds(weight), kinds(added)
+
+    def any_of(*pairs: str) -> torch.Tensor:
+        terms = (pair.split("*") for pair in pairs)
+        return sum(a[left] @ b[right].T + (a[right] @ b[left].T) for left, right in terms) > 0
+
+    above = any_of("top*plus", "bottom*minus") | (r["top"] > 0)
+    below = any_of("top*minus", "bottom*plus") | (r["bottom"] > 0)
+    some_nan = a["nan"].amax(1, keepdim=True) + b["nan"].amax(1)[None] + r["nan"] > 0
+    nan = some_nan | any_of("top*zero", "bottom*zero") | (above & below)
+    return nan, above & ~nan, below & ~nan
+
+
 def same_bits(got: torch.Tensor, want: torch.Tensor, what: str = "out") -> None:
     oracle.assert_same_bits(oracle.bits(got), oracle.bits(want), what)
 

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +21,9 @@ import k3cupy
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, oracle.E4M3
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CACHE_KINDS = ("same", "fp8", "uint8", "ds_mla")
+CASES: Counter[tuple[str, str]] = Counter()
+"""Generated cases that ran in this process, by what was asked of them and by device."""
+
 NAN_BYTE = 0xFF
 GUARD_BYTES = 256
 

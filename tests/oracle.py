@@ -92,7 +92,7 @@ def rotate(
         ((x0 * cos).abs() + (x1 * sin).abs(), (x0 * sin).abs() + (x1 * cos).abs()), dim=-1
     ).flatten(-2)
     scale = fp32(scale_inv).to(torch.float64)
-    error = (size * 2.0**-22 + 2.0**-147) * scale + 2.0**-147
+    error = (size * 2.0**-22 + 2.0**-147) * scale.abs() + 2.0**-147
     return Rotated(exact * scale, torch.where(error.isfinite(), error, 0.0))
 
 

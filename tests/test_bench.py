@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -12,15 +13,25 @@ import torch
 from bench_helpers import ROOT, document
 from click.testing import CliRunner
 
+from k3cupy import projections
 from k3cupy.bench import forms, report
+from k3cupy.choose.gemm import TOKEN_CLASSES
 from k3cupy.choose.mla import choose_prefill
-from k3cupy.choose.table import config_of, measured, parts_of, table_text
+from k3cupy.choose.table import (
+    MLA_DECODE,
+    MLA_PREFILL,
+    config_of,
+    measured,
+    parts_of,
+    table_text,
+)
 from k3cupy.cli import main
 from k3cupy.kernels import mla_decode, mla_prefill
 from k3cupy.kernels.mla_prefill import INSERTS, OPS, MlaPrefillConfig
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.timing.decode_step import DecodeStep
 from k3cupy.timing.prefill_step import PrefillStep, bytes_moved, launches_of, sets_of
+from k3cupy.tuning.targets import TOKENS
 
 
 def candidate(split: int, threads: int, chunks: int, us: float) -> dict[str, Any]:
@@ -243,6 +254,97 @@ def test_bench_without_a_gpu_is_one_clear_line(which: str) -> None:
     done = CliRunner().invoke(main, ["bench", which])
     assert done.exit_code == 1
     assert done.output.strip() == "Error: bench needs a CUDA GPU; PyTorch sees none"
+
+
+OF_DECODE, OF_PREFILL, OF_GEMM = "decode_h200_bars", "prefill_h200_bars", "gemm_h200_bars"
+KINDS = ("16bit+same", "fp8+fp8")
+ASKED = [
+    # The options, the committed results that stand for the measured ones, what each run is given
+    (
+        "decode --kind fp8+fp8 --tokens 4 --heads 6 --chain-only",
+        OF_DECODE,
+        [(("fp8+fp8",), (4,), 6, [("chain", True)])],
+    ),
+    (
+        "decode --kind 16bit+same --kind fp8+fp8",
+        OF_DECODE,
+        [
+            (KINDS, TOKENS[MLA_DECODE], 12, [("chain", True)]),
+            (
+                KINDS,
+                (1, 4, 16, 64, 65, 128, 512),
+                12,
+                [("chain", False), ("alone", True), ("alone", False)],
+            ),
+        ],
+    ),
+    (
+        "prefill --op kv_concat --tokens 7 --rope",
+        OF_PREFILL,
+        [(["fused_mla_kv_concat"], (7,), 12, True)],
+    ),
+    ("prefill", OF_PREFILL, [(OPS, TOKENS[MLA_PREFILL], 12, False)]),
+    ("gemm --shape 2112x7168 --tokens 3", OF_GEMM, [(((2112, 7168),), (3,))]),
+    ("gemm", OF_GEMM, [([(p.n, p.k) for p in projections.shapes()], TOKEN_CLASSES)]),
+    ("linear --shape 2112x7168", "linear_h200_bars", [(((2112, 7168),), tuple(range(1, 17)))]),
+]
+
+
+@pytest.mark.parametrize(("options", "results", "wanted"), ASKED, ids=[o for o, *_ in ASKED])
+def test_bench_measures_what_is_asked_for(
+    options: str, results: str, wanted: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU's part is left out; the table is shown and the file written, with the commit."""
+    name, *words = options.split()
+    module = importlib.import_module(f"k3cupy.bench.{name}")
+    measured_there = json.loads((ROOT / f"benchmarks/results/{results}.json").read_text("utf-8"))
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(module, "run", lambda *args: asked.append(args) or ["an entry"])
+    monkeypatch.setattr(
+        module,
+        "as_document",
+        lambda entries, commit: {**measured_there, "commit": f"{commit} of {len(entries)}"},
+    )
+    path = tmp_path / "folder/found.json"
+    done = CliRunner().invoke(main, ["bench", name, *words, "--json", str(path), "--commit", "abc"])
+    assert done.exit_code == 0, done.output
+    assert asked == wanted
+    found = json.loads(path.read_text("utf-8"))
+    assert found == {**measured_there, "commit": f"abc of {len(wanted)}"}
+    assert done.output.endswith(f"wrote {path}\n")
+    assert len(done.output.splitlines()) > 5, "the table"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("decode --kind fp4", "'fp4' is none of 16bit+same"),
+        ("prefill --op kv", "'kv' is none of key_concat_kv_cache_insert"),
+    ],
+)
+def test_bench_of_what_does_not_exist(
+    options: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    done = CliRunner().invoke(main, ["bench", *options.split()], terminal_width=200)
+    assert done.exit_code == 2
+    assert told in done.output
+
+
+def test_bench_plots_the_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    from k3cupy.bench import gemm
+
+    results = json.loads((ROOT / f"benchmarks/results/{OF_GEMM}.json").read_text("utf-8"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gemm, "run", lambda *_: [])
+    few = {**results, "entries": results["entries"][:2]}
+    monkeypatch.setattr(gemm, "as_document", lambda *_: few)
+    path = tmp_path / "plot.png"
+    done = CliRunner().invoke(main, ["bench", "gemm", "--plot", str(path)])
+    assert done.exit_code == 0, done.output
+    assert path.read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.gpu

@@ -11,9 +11,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from helpers import BF16, DEVICES, E4M3, FP16, check_guards, run_child, run_program
-from hypothesis import given
-from hypothesis import strategies as st
+from helpers import BF16, E4M3, FP16, check_guards, run_child, run_program
 from memory_helpers import before_a_forbidden_page
 from mla_helpers import (
     FORMS,
@@ -64,50 +62,6 @@ def test_case13_any_head_count(device: str, form: Form) -> None:
     for heads in (1, 2, 3, 5, 7, 8, 12, 16, 24, 31, 96, 128):
         for tokens in (1, 16, 17):
             run_and_check(form.make(tokens, heads, rope=heads % 2 == 0, device=device, seed=tokens))
-
-
-@st.composite
-def calls(draw: st.DrawFn, form: Form, device: str) -> MlaCall:
-    """Sizes at which blocks, warps and tiles end, slots of every kind, scales of every size."""
-    few = st.integers(0, 20)
-    near = st.sampled_from([n + d for n in (32, 64, 128, 256) for d in (-1, 0, 1)])
-    tokens = draw(st.one_of(few, near))
-    most = max(1, 2000 // max(tokens, 1))
-    heads = draw(st.one_of(st.integers(1, min(most, 20)), st.sampled_from([1, min(most, 128)])))
-    block_size = draw(st.sampled_from([1, 2, 16, 24, 64]))
-    num_blocks = draw(st.integers(0, 2 + 2 * tokens // block_size))
-    end = num_blocks * block_size
-    slot_dtype = draw(st.sampled_from(INDEX_TYPES))
-    rng = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    spread = draw(st.sampled_from(["any", "distinct", "crowded"]))
-    if form.kind == "decode" or spread == "distinct":
-        # Which of two tokens wins a slot of the decode epilogue is not promised.
-        slots = torch.randperm(end + tokens + 3, generator=rng)[:tokens] - 2
-    else:
-        most_slots = 3 if spread == "crowded" else end + 3
-        slots = torch.randint(-2, most_slots, (tokens,), generator=rng)
-    options: dict[str, Any] = {}
-    if form.scales:
-        scale = st.floats(2.0**-100, 2.0**100, width=32)
-        options["scales"] = [draw(scale) for _ in range(2 if form.kind == "decode" else 4)]
-        options["scale_tensors"] = draw(st.booleans())
-    rope = draw(st.booleans()) and form.has_cache
-    return form.make(
-        tokens, heads, dtype=draw(st.sampled_from([BF16, FP16])), rope=rope, any_bits=not rope,
-        block_size=block_size, num_blocks=num_blocks, slots=slots, slot_dtype=slot_dtype,
-        device=device, seed=draw(st.integers(0, 999)), **options,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@each_form
-@given(data=st.data())
-def test_any_call(device: str, form: Form, data: st.DataObject) -> None:
-    call = data.draw(calls(form, device))
-    if data.draw(st.booleans()):
-        run_into_guarded_outs(call)
-    else:
-        run_and_check(call)
 
 
 @each_form

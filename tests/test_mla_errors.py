@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import oracle
 import pytest
 import torch
+from fake_device import CudaTensor, FakeDevice
 from helpers import (
     BF16,
     E4M3,
@@ -567,6 +568,39 @@ def test_k3cupy_check_names_bad_values(
     monkeypatch.setenv("K3CUPY_CHECK", "0")
     wild = torch.tensor([31, 32, -2, 2**62, 0, 9], device=device)
     run_and_check(call.given(slot_mapping=wild))
+
+
+def test_k3cupy_check_in_a_capture_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would have to read values back. The kernel is loaded, so nothing else is in the way."""
+    device, given = FakeDevice(monkeypatch), base(FORMS["decode"]).args
+    tensors = {name: CudaTensor.of(t, 0) for name, t in given.items()}
+    call = MlaCall("decode", tensors)
+    call.run()
+    monkeypatch.setenv("K3CUPY_CHECK", "1")
+    device.capturing = True
+    for _ in range(2):
+        with pytest.raises(k3cupy.CaptureError, match="Unset it for the capture"):
+            call.run()
+    assert len(device.records) == 1
+    monkeypatch.delenv("K3CUPY_CHECK")
+    call.run()
+    assert len(device.records) == 2
+
+
+@each_form
+def test_more_rows_than_a_launch_can_number(form: Form) -> None:
+    """Of one row that stands for all, so that it costs no memory."""
+    call = form.make(1, 1)
+    tokens, heads = 1 << 20, 1 << 10
+    many = {
+        name: call.args[name].expand(tokens, *(heads,) * (call.args[name].ndim - 2), -1)
+        for name in form.inputs
+    }
+    if form.has_cache:
+        many["slot_mapping"] = call.args["slot_mapping"].expand(tokens)
+    rows = tokens * (heads + (form.kind == "decode"))
+    text = refused(call, form.inputs[0], exactly(str(rows)), **many)
+    assert "Split" in text
 
 
 def test_integer_types_of_slots_and_positions_are_independent(device: str) -> None:

@@ -9,8 +9,6 @@ import oracle
 import pytest
 import torch
 from helpers import BF16, E4M3, FP16, Guarded, guarded, random_values
-from hypothesis import given
-from hypothesis import strategies as st
 from mla_helpers import (
     FORMS,
     QK,
@@ -352,79 +350,3 @@ def test_explain_validates_and_writes_nothing(device: str, form: Form) -> None:
         oracle.assert_same_bits(call.boxes[name].snapshot(), saved, f"{name} after explain")
     with pytest.raises(ValueError, match=r"k_pe: expected .*, got shape \[8, 63\]"):
         call.explain(k_pe=call.args["k_pe"][..., :63])
-
-
-# Any layout at all
-
-
-@st.composite
-def calls(draw: st.DrawFn, form: Form) -> tuple[MlaCall, list[int]]:
-    """A call with a stride and a byte offset for each tensor and slots of every kind.
-
-    And byte offsets for its outputs.
-    """
-    tokens, heads = draw(st.integers(0, 9)), draw(st.integers(1, 4))
-    blocks, block_size = draw(st.integers(0, 3)), draw(st.integers(1, 5))
-    end = blocks * block_size
-    slot_dtype = draw(st.sampled_from([torch.int64, torch.int32]))
-    far = [2**31 - 1, -(2**31)]
-    if slot_dtype == torch.int64:
-        far += [2**31, 2**32, 2**40, 2**63 - 1, -(2**63)]
-    inside = st.integers(0, max(end - 1, 0))
-    outside = st.sampled_from([-1, -2, end, end + 1, *far])
-    slots = draw(st.lists(st.one_of(inside, outside), min_size=tokens, max_size=tokens + 2))
-    if form.kind == "decode":
-        # Which of two tokens wins a slot is not promised.
-        slots = [-1 if slot in slots[:i] else slot for i, slot in enumerate(slots)]
-    gaps = st.integers(0, 9)
-    shifts = st.sampled_from([0, 2, 4, 6, 8, 16])
-    options: dict[str, Any] = {}
-    if form.has_cache:
-        row = form.cache_width + draw(gaps)
-        strides = (row * block_size + draw(gaps), row, 1)
-        options["cache_layout"] = {"strides": strides, "shift": draw(shifts)}
-    rope = draw(st.booleans())
-    if form.scales:
-        scale = st.floats(2.0**-20, 2.0**20, width=32)
-        options["scales"] = [draw(scale) for _ in range(2 if form.kind == "decode" else 4)]
-        options["scale_tensors"] = draw(st.booleans())
-    call = form.make(
-        tokens, heads, dtype=draw(st.sampled_from([BF16, FP16])), rope=rope, block_size=block_size,
-        num_blocks=blocks, slots=slots, slot_dtype=slot_dtype, any_bits=not call_turns(form, rope),
-        seed=draw(st.integers(0, 99)), **options,
-    )  # fmt: skip
-    for name in form.inputs:
-        width = width_of(name) + draw(gaps)
-        layout: tuple[int, ...] = (width, 1)
-        if call.args[name].ndim == 3:
-            inner = (width * heads + draw(gaps), width, 1)
-            outer = (width, width * tokens + draw(gaps), 1)
-            layout = outer if draw(st.booleans()) else inner
-        call = laid_out(call, name, layout, draw(shifts))
-    if draw(st.booleans()):
-        call = call.given(k_pe=call.args["k_pe"][:, None])
-    return call, [draw(shifts) for _ in form.outputs]
-
-
-def call_turns(form: Form, rope: bool) -> bool:
-    """Whether sums are computed, which only ordinary values go into."""
-    return rope and form.has_cache
-
-
-@each_form
-@given(data=st.data())
-def test_any_shape_stride_and_slot(form: Form, data: st.DataObject) -> None:
-    """The whole outputs and caches, and all bytes around them, against the second oracle."""
-    call, shifts = data.draw(calls(form))
-    boxes = [
-        Guarded(call.output_shape(name), call.output_dtype(name), shift=shift)
-        for name, shift in zip(form.outputs, shifts, strict=True)
-    ]
-    before = [box.snapshot() for box in boxes]
-    if not data.draw(st.booleans()):
-        run_and_check(call)
-        return
-    run_and_check(call, out=as_out([box.tensor for box in boxes]))
-    for box, saved in zip(boxes, before, strict=True):
-        oracle.bits(box.view_of(saved)).copy_(oracle.bits(box.tensor))
-        oracle.assert_same_bits(box.snapshot(), saved, "guard bands of an output")
