@@ -43,7 +43,7 @@ def config_info() -> dict[str, Any]:
         "driver": _ask(_driver),
         "nvrtc": _ask(_nvrtc),
         "headers": _ask(_headers),
-        "cache": str(toolchain.cache_directory()),
+        "cache": _ask(lambda: str(toolchain.cache_directory())),
         "sources": _ask(lambda: str(sources.directory())),
         "python": platform.python_version(),
         "platform": platform.platform(),

@@ -70,7 +70,9 @@ def count() -> int:
     except ToolchainError:
         raise
     except Exception as error:  # CuPy's own classes, which exist only once it is imported
-        raise ToolchainError(f"the driver gives no GPU ({error})") from error
+        # CUDA's own words for no driver are those for an old one.
+        why = error if toolchain.driver_release() else toolchain.NO_DRIVER
+        raise ToolchainError(f"the driver gives no GPU ({why})") from error
     if number == 0:
         raise ToolchainError("the driver gives no GPU")
     return number
