@@ -143,9 +143,7 @@ def test_the_list_is_what_both_are_fed_from(monkeypatch: pytest.MonkeyPatch) -> 
     folder = Path("/src")
     assert toolchain.options(folder)[-1] == "--use_fast_math"
     pytest.importorskip("cuda.core")
-    flags = meaning(
-        o.decode() for o in toolchain.program_options(folder, ARCH).as_bytes("nvrtc")
-    )
+    flags = meaning(o.decode() for o in toolchain.program_options(folder, ARCH).as_bytes("nvrtc"))
     assert {"--use_fast_math", "--restrict"} <= set(flags)
 
 
@@ -234,7 +232,7 @@ def test_case31_nor_when_ours_is_not_there(
     (tree / "common/pdl.cuh").unlink()
     shutil.copytree(sources.shipped(), tmp_path / "elsewhere")
     monkeypatch.chdir(tmp_path / "elsewhere")
-    with sources.source_dir(tree), pytest.raises((CompileError, ToolchainError), match="pdl.cuh"):
+    with sources.source_dir(tree), pytest.raises((CompileError, ToolchainError), match=r"pdl\.cuh"):
         instances.load(instance, 0)
 
 
@@ -247,7 +245,7 @@ def test_case31_an_edited_copy_may_include_as_any_program_does(
     (tree / "own").mkdir(parents=True)
     (tree / "own/first.cuh").write_text('#include "second.cuh"\n#include "root.cuh"\n')
     (tree / "own/second.cuh").write_text("using Number = int;\n")
-    (tree / "root.cuh").write_text('#include <cuda_fp16.h>\n\n')
+    (tree / "root.cuh").write_text("#include <cuda_fp16.h>\n")
     program = '#include "own/first.cuh"\nextern "C" __global__ void f(Number* x) { *x = 1; }\n'
     (tree / "f.cu").write_text(program)
     monkeypatch.chdir(tmp_path)

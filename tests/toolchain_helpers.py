@@ -583,11 +583,12 @@ def real_compilers(monkeypatch: pytest.MonkeyPatch, cache: Path) -> FakeGpu:
     """
     compiler = pytest.importorskip("cupy").cuda.compiler
     pytest.importorskip("cuda.core")
-    real = (toolchain.cuda_core(), toolchain.include_directory(), toolchain.header_version())
+    names = ("cuda_core", "include_directory", "header_version")
+    real = {name: getattr(toolchain, name) for name in names}
     fake = fake_gpu(monkeypatch, cache)
-    for name, answer in zip(("cuda_core", "include_directory", "header_version"), real, strict=True):
-        monkeypatch.setattr(toolchain, name, lambda answer=answer: answer)
-    monkeypatch.setattr(real[0], "Kernel", fake.cuda_core().Kernel)
+    for name, question in real.items():
+        monkeypatch.setattr(toolchain, name, question)
+    monkeypatch.setattr(toolchain.cuda_core(), "Kernel", fake.cuda_core().Kernel)
     monkeypatch.delenv("CUPY_CACHE_IN_MEMORY", raising=False)
 
     class Module:
