@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toolchain_helpers import copy_of_sources, fake_gpu, real_compilers
+from toolchain_helpers import copy_of_sources, fake_gpu, real_compilers, write
 
 from k3cupy.kernels.mla_decode import UNTUNED, Variant
 from k3cupy.runtime import instances, offline, sources, toolchain
@@ -147,11 +147,31 @@ def test_the_list_is_what_both_are_fed_from(monkeypatch: pytest.MonkeyPatch) -> 
     assert {"--use_fast_math", "--restrict"} <= set(flags)
 
 
-# Which headers are read (number 6)
-
-
 OWN = replace(ONE, own_arch=True)
 EACH_COMPILER = pytest.mark.parametrize("instance", [ONE, OWN], ids=["CuPy", "cuda-core"])
+
+
+@EACH_COMPILER
+def test_case06_a_syntax_error_names_its_line_and_leaves_nothing(
+    instance: Instance, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real_compilers(monkeypatch, tmp_path / "cache")
+    path = copy_of_sources(tmp_path) / instance.source
+    good = path.read_text(encoding="utf-8")
+    with sources.source_dir(path.parent):
+        for _ in range(2):
+            write(path, f"this is no C++;\n{good}")
+            with pytest.raises(
+                CompileError, match=rf"(?s){instance.source}\(1\): error: .*this is"
+            ):
+                instances.load(instance, 0)
+            assert not (tmp_path / "cache").exists()
+        write(path, good)
+        instances.load(instance, 0)
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+# Which headers are read (number 6)
 
 
 def poison(folder: Path) -> None:
