@@ -206,8 +206,8 @@ def _by_cupy(cupy: Any, instance: Instance, source: sources.Source, _: str) -> t
     try:
         with binaries.in_place_of_cupys(cupy.cuda.compiler) as asked:
             built = build()
-    except OSError as error:  # CuPy writes the source to a temporary file
-        toolchain.warn_of_cache(error)
+    except OSError as error:  # CuPy writes the text to a temporary file
+        toolchain.warn_of_cache(f"CuPy needs room for a temporary file, see TMPDIR: {error}")
         asked = binaries.Asked()
         with _cupy_in_memory():
             built = build()
