@@ -7,7 +7,7 @@
 | K3CUPY_BATCH_INVARIANT | 1: batch-invariant products in low-latency linear          | each call |
 | K3CUPY_CACHE_DIR       | where measurements of this machine's GPUs are kept         | once      |
 
-Compiled binaries are kept in CuPy's cache folder, which CUPY_CACHE_DIR names.
+Compiled binaries are kept by CuPy, in the directory that CUPY_CACHE_DIR names.
 """
 
 from __future__ import annotations

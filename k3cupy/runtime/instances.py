@@ -207,7 +207,7 @@ def _by_cupy(cupy: Any, instance: Instance, source: sources.Source, _: str) -> t
         with binaries.in_place_of_cupys(cupy.cuda.compiler) as asked:
             built = build()
     except OSError as error:  # CuPy writes the text to a temporary file
-        toolchain.warn_of_cache(f"CuPy needs room for a temporary file, see TMPDIR: {error}")
+        toolchain.warn_of_cache(error)
         asked = binaries.Asked()
         with _cupy_in_memory():
             built = build()

@@ -108,7 +108,7 @@ def warn_of_cache(problem: object) -> None:
     warn_user(
         f"kernel cache: {named} cannot be used ({problem}); kernels are compiled in memory, by "
         "each process for itself. Set CUPY_CACHE_DIR to a folder with room that you alone may "
-        "write",
+        "write, or TMPDIR where a temporary file is meant",
         RuntimeWarning,
     )
 
