@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.machinery
+import importlib.metadata
+import importlib.util
 import io
 import re
 import subprocess
 import sys
+import warnings
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner
 from fake_device import H200
-from toolchain_helpers import FakeGpu, fake_gpu
+from toolchain_helpers import FakeGpu, FakeRuntimeError, fake_gpu
 
 import k3cupy
 from k3cupy.cli import main
-from k3cupy.runtime import devices
+from k3cupy.runtime import devices, toolchain
+from k3cupy.runtime.devices import DeviceInfo
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch finds a GPU")
 
@@ -24,6 +33,7 @@ KEYS = {
     "backend",
     "why",
     "gpus",
+    "problems",
     "driver",
     "nvrtc",
     "headers",
@@ -70,6 +80,13 @@ def test_unknown_command() -> None:
     code, output = run("no-such-thing")
     assert code == 2
     assert "No such command" in output
+
+
+def test_a_name_that_the_terminal_cannot_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an hour of measuring, the last line of it must not be an error."""
+    monkeypatch.setattr(k3cupy, "show_config", lambda: click.echo("wrote größe-名.json"))
+    result = CliRunner(charset="cp1252").invoke(main, ["show-config"])
+    assert (result.exit_code, result.output) == (0, "wrote größe-\\u540d.json\n")
 
 
 # show-config
@@ -125,6 +142,147 @@ def test_config_info_reports_a_wrong_source_dir(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("K3CUPY_SOURCE_DIR", "/no/such/folder")
     assert "/no/such/folder" in k3cupy.config_info()["sources"]
     assert k3cupy.config_info()["sources"].startswith("unknown: ")
+
+
+def cupy_of(
+    monkeypatch: pytest.MonkeyPatch, *gpus: DeviceInfo, driver: int = 12090, runtime: int = 12090
+) -> FakeGpu:
+    """A fake CuPy on a machine with some GPUs; of no driver and an old one CUDA says the same."""
+    fake = fake_gpu(monkeypatch)
+    fake.driver = driver
+    cupy = fake.cupy()
+
+    def count() -> int:
+        if driver < runtime:
+            raise FakeRuntimeError(
+                "cudaErrorInsufficientDriver: CUDA driver version is insufficient"
+            )
+        return len(gpus)
+
+    cupy.cuda.runtime.getDeviceCount = count
+    cupy.cuda.runtime.runtimeGetVersion = lambda: runtime
+    monkeypatch.setattr(toolchain, "cupy", lambda: cupy)
+    monkeypatch.setattr(devices, "info", lambda index: gpus[index])
+    return fake
+
+
+def shown() -> str:
+    file = io.StringIO()
+    k3cupy.show_config(file)
+    return file.getvalue()
+
+
+def test_show_config_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy_of(monkeypatch, H200)
+    text = shown()
+    assert re.search(r"^CUDA tensors run +cuda: 1 GPU, compiler and headers found$", text, re.M)
+    assert re.search(r"^gpus +0: NVIDIA H200, sm_90, 132 SMs, PDL yes$", text, re.M)
+    assert "problems" not in text
+
+
+def test_show_config_without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = cupy_of(monkeypatch, H200)
+    monkeypatch.setattr(type(fake), "nvrtc", property(no_nvrtc), raising=False)
+    del fake.__dict__["nvrtc"]
+    info = k3cupy.config_info()
+    assert info["backend"] == "nothing"
+    assert "NVRTC" in info["why"] and 'pip install "k3cupy[cu12]"' in info["why"]
+    assert "found" not in info["why"]
+    assert shown().count("no libnvrtc.so here") == 1, "one reason is told once"
+
+
+def no_nvrtc(_: FakeGpu) -> Any:
+    raise RuntimeError("no libnvrtc.so here")
+
+
+@pytest.mark.parametrize(
+    ("driver", "told", "row"),
+    [(0, "there is no NVIDIA driver here", "none"), (11040, "is insufficient", "CUDA 11.4")],
+    ids=["none", "old"],
+)
+def test_show_config_tells_no_driver_from_an_old_one(
+    driver: int, told: str, row: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cupy_of(monkeypatch, H200, driver=driver)
+    text = shown()
+    assert re.search(rf"^CUDA tensors run +nothing: .*{told}", text, re.M)
+    assert re.search(rf"^driver +{row}$", text, re.M)
+    assert ("insufficient" in text) is (driver > 0)
+
+
+def test_show_config_names_gpus_that_are_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = DeviceInfo(0, "Tesla T4", (7, 5), 40, 65_536)
+    cupy_of(monkeypatch, old)
+    info = k3cupy.config_info()
+    assert info["gpus"] == ["0: Tesla T4, sm_75, 40 SMs, too old: needs sm_80"]
+    assert (info["backend"], info["why"]) == (
+        "nothing",
+        "the kernels need a GPU of sm_80 or newer",
+    )
+    cupy_of(monkeypatch, old, replace(H200, index=1))
+    info = k3cupy.config_info()
+    assert (info["backend"], info["why"]) == ("cuda", "1 GPU, compiler and headers found")
+    assert [line.partition("SMs, ")[2] for line in info["gpus"]] == [
+        "too old: needs sm_80",
+        "PDL yes",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("of_torch", "of_cupy", "told"),
+    [("13.0", 12, True), ("12.8", 13, True), ("12.8", 12, False), (None, 12, False)],
+)
+def test_show_config_compares_the_cuda_of_torch_and_cupy(
+    of_torch: str | None, of_cupy: int, told: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    value = repr(of_torch)
+    (tmp_path / "version.py").write_text(f"__version__ = '2'\ncuda: Optional[str] = {value}\n")
+    spec = importlib.machinery.ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: spec)
+    cupy_of(monkeypatch, H200, driver=13000, runtime=of_cupy * 1000)
+    info = k3cupy.config_info()
+    assert info["backend"] == "cuda"
+    words = f"PyTorch is built for CUDA {(of_torch or '')[:2]}, CuPy for CUDA {of_cupy}"
+    assert [words in problem for problem in info["problems"]] == [True] * told
+    assert shown().count(words) == told
+
+
+def test_show_config_names_two_cupys_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.metadata.version
+    two = {"cupy-cuda12x": "14.2.0", "cupy-cuda13x": "14.2.0"}
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: two.get(name) or real(name))
+    cupy_of(monkeypatch, H200)
+    fake = toolchain.cupy
+
+    @functools.cache
+    def cupy() -> Any:
+        """CuPy warns while it is imported."""
+        warnings.warn(f"\n{'-' * 80}\n\n  CuPy may not function correctly because", stacklevel=2)
+        return fake()
+
+    monkeypatch.setattr(toolchain, "cupy", cupy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        text = shown()
+    assert "unknown" not in text
+    assert text.count("cupy-cuda12x and cupy-cuda13x are installed over each other") == 1
+
+
+def test_show_config_says_one_reason_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> Any:
+        raise k3cupy.ToolchainError("CuPy does not import\n  (no such module)")
+
+    monkeypatch.setattr(toolchain, "cupy", missing)
+    text = shown()
+    assert text.count("CuPy does not import") == 1
+    assert re.search(r"^ {18}  \(no such module\)$", text, re.M), "each line of it in its column"
+    for name in ("driver", "nvrtc"):
+        assert re.search(rf"^{name} +unknown, for that reason$", text, re.M)
+
+
+def test_show_config_where_there_is_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUPY_CACHE_DIR", "~nobody-of-this-name/cache")
+    assert k3cupy.config_info()["cache"].startswith("unknown: ")
 
 
 # warmup

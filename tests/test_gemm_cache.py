@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +19,8 @@ from helpers import run_program
 from k3cupy.call.choice import SHIPPED, USER
 from k3cupy.choose import cache
 from k3cupy.choose.gemm import TOKENS, choose, problem_of
-from k3cupy.choose.table import Entry, kernels_digest, slug
+from k3cupy.choose.mla import configs
+from k3cupy.choose.table import Entry, kernels_digest, shipped, slug
 
 NAME = H200.name
 PROBLEM = problem_of(N, K)
@@ -28,7 +30,7 @@ PROBLEM = problem_of(N, K)
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The file of a GPU in an empty cache; nothing of it stays behind."""
     monkeypatch.setenv("K3CUPY_CACHE_DIR", str(tmp_path / "cache"))
-    cache._warn.cache_clear()
+    cache._warned.clear()
     cache.reload()
     yield cache.path_of("gemm", NAME)
     monkeypatch.undo()
@@ -129,6 +131,19 @@ def a_directory(path: Path, _: dict[str, Any]) -> None:
     path.mkdir()
 
 
+def a_pipe(path: Path, _: dict[str, Any]) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def huge(path: Path, _: dict[str, Any]) -> None:
+    os.truncate(path, 1 << 27)
+
+
+def a_name_twice(path: Path, document: dict[str, Any]) -> None:
+    path.write_text(json.dumps(document).replace("{", '{"gpu": "another", ', 1))
+
+
 def of_other_kernels(path: Path, document: dict[str, Any]) -> None:
     rows = [{**row, "sources": "0" * 16} for row in document["problems"][PROBLEM]]
     path.write_text(json.dumps({**document, "problems": {PROBLEM: rows}}))
@@ -148,7 +163,15 @@ UNUSABLE: dict[str, tuple[Callable[[Path, dict[str, Any]], None], str]] = {
     "no-gpu": (with_fields(gpu=None), "expected measurements of NVIDIA H200, got None"),
     "no-problems": (with_fields(problems=None), "no table of this version"),
     "a-problem-of-no-entries": (with_fields(problems={"a": 3}), "no table of this version"),
+    "a-problem-of-a-text": (with_fields(problems={PROBLEM: "x" * 5_000_000}), "no list of entries"),
+    "a-problem-of-a-mapping": (with_fields(problems={PROBLEM: {"size": 8}}), "no list of entries"),
+    "an-entry-of-no-fields": (with_fields(problems={PROBLEM: [[]]}), "expected the fields"),
+    "a-name-twice": (a_name_twice, "a name stands there twice"),
+    "of-400-digits": (with_fields(schema=10**400), "expected schema 2, got 1000"),
+    "of-5-mb": (with_fields(gpu="x" * 5_000_000), "expected measurements of NVIDIA H200, got 'xxx"),
+    "huge": (huge, "no table of this version"),
     "directory": (a_directory, "cannot be read"),
+    "pipe": (a_pipe, "cannot be read"),
     "older-kernels": (of_other_kernels, "kernels of another version"),
 }
 
@@ -170,9 +193,10 @@ def test_an_unusable_file_is_ignored_with_one_warning(name: str, path: Path) -> 
     assert str(path) in message
     assert text in message
     assert "ignored" in message
+    assert len(message) < 600 + len(str(path))
 
 
-@pytest.mark.parametrize("name", [name for name in UNUSABLE if name != "directory"])
+@pytest.mark.parametrize("name", [name for name in UNUSABLE if name not in ("directory", "pipe")])
 def test_an_unusable_file_is_replaced_by_the_next_measurement(name: str, path: Path) -> None:
     UNUSABLE[name][0](path, written(path))
     with warnings.catch_warnings():
@@ -191,12 +215,24 @@ BAD_ENTRIES: dict[str, Any] = {
     "size-zero": {**ENTRY, "size": 0},
     "size-text": {**ENTRY, "size": "8"},
     "size-true": {**ENTRY, "size": True},
+    "size-of-400-digits": {**ENTRY, "size": 10**400},
+    "size-of-20-digits": {**ENTRY, "size": 10**19},
     "no-times": {**ENTRY, "us": {}},
     "no-time-of-a-kernel": {**ENTRY, "us": {"fused_a": {}}},
     "times-of-no-kernel": {**ENTRY, "us": [5.0]},
     "impossible-config": {**ENTRY, "us": {**TIMES, "fused_a": {"8/16/512/1/8/8/1/1/4": 5.0}}},
     "junk-config": {**ENTRY, "us": {**TIMES, "fused_a": {"fast": 5.0}}},
     "unknown-kernel": {**ENTRY, "us": {**TIMES, "cutlass": {"1": 1.0}}},
+    "long-config": {**ENTRY, "us": {"fused_a": {"8/" * 2_500_000: 5.0}}},
+    "long-numbers": {**ENTRY, "us": {"fused_a": {"/".join(["9" * 300] * 9): 5.0}}},
+    "long-kernel": {**ENTRY, "us": {"k" * 5_000_000: {"1": 1.0}}},
+    "choice-of-a-list": {"size": 8, "kernel": [], "config": None},
+    "config-of-a-list": {"size": 8, "kernel": "fused_a", "config": []},
+    "config-of-a-number": {"size": 8, "kernel": "fused_a", "config": 8},
+    "nested-date": {**ENTRY, "date": json.loads("[" * 900 + "]" * 900)},
+    "time-of-400-digits": {**ENTRY, "us": {**TIMES, "fused_a": {SECOND: 10**400}}},
+    "linear-of-400-digits": {**ENTRY, "us": {**TIMES, "linear": 10**400}},
+    "time-of-5-mb": {**ENTRY, "us": {**TIMES, "linear": "x" * 5_000_000}},
     "unknown-choice": {"size": 8, "kernel": "cutlass", "config": None},
     "zero-time": {**ENTRY, "us": {**TIMES, "fused_a": {SECOND: 0}}},
     "negative-time": {**ENTRY, "us": {**TIMES, "fused_a": {SECOND: -5.0}}},
@@ -225,14 +261,43 @@ def test_a_bad_entry_is_left_out_and_the_others_stay(name: str, path: Path) -> N
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         table = cache.table("gemm", NAME)
-    with pytest.warns(UserWarning, match=rf"an entry of {PROBLEM} is ignored") as caught:
+    with pytest.warns(
+        UserWarning, match=rf"bad entries are ignored, as one of {PROBLEM} "
+    ) as caught:
         for again in (table, cache.table("gemm", NAME)):
             assert list(again.entries(PROBLEM)) == [16]
     assert len(caught) == 1
     assert str(path) in str(caught[0].message)
+    assert len(str(caught[0].message)) < 600 + len(str(path)), "a long value is not quoted whole"
     cache.reload()
     assert choose(("fused_a",), N, K, 8, H200).origin == SHIPPED
     assert choose(("fused_a",), N, K, 16, H200).origin == USER
+
+
+def test_many_bad_entries_are_one_warning(path: Path) -> None:
+    document = written(path, measured(16))
+    (good,) = document["problems"][PROBLEM]
+    bad = [{**good, "size": -i} for i in range(100)]
+    problems = {PROBLEM: [*bad, good], "bfloat16 16x128": bad}
+    path.write_text(json.dumps({**document, "problems": problems}))
+    with pytest.warns(UserWarning, match="bad entries are ignored") as caught:
+        assert [entry.size for entry in cache.table("gemm", NAME)] == [16]
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("family", ["mla_decode", "mla_prefill"])
+def test_a_number_of_400_digits_is_no_size_of_an_epilogue(family: str, path: Path) -> None:
+    (table,) = shipped(family)
+    entry = next(iter(table))
+    path = path.with_name(f"{family}.json")
+    assert cache.add(family, [replace(entry, date="", sources="")], H200) == path
+    document = json.loads(path.read_text())
+    document["problems"][entry.problem][0]["size"] = 10**400
+    path.write_text(json.dumps(document))
+    cache.reload()
+    expected = configs(family, entry.problem)
+    with pytest.warns(UserWarning, match=f"ignored, as one of {re.escape(entry.problem)}"):
+        assert configs(family, entry.problem, H200) == expected
 
 
 def test_an_entry_of_too_many_tokens_answers_nothing(path: Path) -> None:
@@ -283,6 +348,48 @@ def test_a_full_disk_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyP
             assert cache.add("gemm", [measured(16)], H200) is None
     assert [entry.size for entry in quiet_read()] == [8]
     assert not list(path.parent.glob("*.tmp"))
+
+
+def test_a_link_in_the_way_is_not_followed(path: Path) -> None:
+    """Neither by the lock nor by what is written."""
+    precious = path.parents[2] / "precious"
+    written(path, measured(8))
+    precious.write_text("as it was")
+    (path.parent / f"gemm.{os.getpid()}.tmp").symlink_to(precious)
+    assert cache.add("gemm", [measured(16)], H200) == path
+    lock = Path(f"{path}.lock")
+    lock.unlink(missing_ok=True)
+    lock.symlink_to(precious)
+    with pytest.warns(UserWarning, match="nothing was kept"):
+        assert cache.add("gemm", [measured(32)], H200) is None
+    assert precious.read_text() == "as it was"
+
+
+@pytest.mark.parametrize("named", ["~nobody-of-this-name", None])
+def test_a_user_without_a_home(
+    named: str | None, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No folder named `~` in the working directory is read, and none is made."""
+    import pwd
+
+    def unknown(_: int) -> Any:
+        raise KeyError
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("HOME", "XDG_CACHE_HOME", "K3CUPY_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    if named is not None:
+        monkeypatch.setenv("K3CUPY_CACHE_DIR", named)
+    folder = path.parents[3]
+    monkeypatch.chdir(folder)
+    home = folder / (named or "~/.cache/k3cupy")
+    planted = home / "tables-v2/nvidia_h200/gemm.json"
+    planted.parent.mkdir(parents=True)
+    planted.write_text("not to be read")
+    assert quiet_read() == ()
+    with pytest.warns(UserWarning, match="nothing was kept.*Set K3CUPY_CACHE_DIR"):
+        assert cache.add("gemm", [measured(32)], H200) is None
+    assert [file for file in folder.rglob("*") if file.is_file()] == [planted]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everywhere")

@@ -220,6 +220,33 @@ def test_case06_syntax_error_names_file_and_line(tmp_path: Path) -> None:
         assert set(compile_cubin("broken.cu", ["ok<1>"], "sm_90").symbols) == {"ok<1>"}
 
 
+EDITED = """
+#include "cuda_fp16.h"
+#include <common/number.cuh>
+/*
+#include "none.cuh"
+*/
+#if 0 || __has_include("none.cuh")
+#include "none.cuh"
+#endif
+extern "C" __global__ void f(Number* x) { *x = 1.0f; }
+"""
+
+
+def test_case39_includes_of_edited_sources(tmp_path: Path) -> None:
+    """The compiler decides which are needed, and takes the toolkit's too."""
+    write(tmp_path / "edited.cu", EDITED)
+    found = []
+    with sources.source_dir(tmp_path):
+        for number in ("float", "__half"):
+            write(tmp_path / "common/number.cuh", f"using Number = {number};\n")
+            found.append(compile_cubin("edited.cu", ["f"], "sm_90").code)
+        assert found[0] != found[1]
+        (tmp_path / "common/number.cuh").unlink()
+        with pytest.raises(CompileError, match=r"edited\.cu\(3\): .*common/number\.cuh"):
+            compile_cubin("edited.cu", ["f"], "sm_90")
+
+
 def test_unknown_name_expression() -> None:
     with pytest.raises(CompileError, match="mla_decode"):
         compile_cubin(SOURCE, ["k3cupy::no_such_kernel<1>"], "sm_90")

@@ -143,6 +143,12 @@ def test_base_install_is_small(built: Built) -> None:
     assert names == {"numpy", "ml-dtypes", "click", "rich", "platformdirs", "filelock"}
 
 
+def test_no_lock_follows_a_symbolic_link(built: Built) -> None:
+    """As those of older versions do: they empty the file behind a link in the lock's place."""
+    bounds = [line for line in built.metadata.get_all("Requires-Dist", []) if "filelock" in line]
+    assert bounds == ["filelock>=4"]
+
+
 @pytest.mark.parametrize(
     ("extra", "packages"),
     [

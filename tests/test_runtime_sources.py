@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import contextvars
+import os
+import re
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from dispatch_helpers import DispatchDevice
+from fake_device import CudaTensor
 from toolchain_helpers import copy_of_sources, edit, write
 
 import k3cupy
-from k3cupy.runtime import env, sources
+from k3cupy.ops import batch_invariance
+from k3cupy.runtime import env, instances, sources
 
 SOURCE = "mla_decode.cu"
 KERNELS = ("mla_decode.cu", "mla_prefill.cu", "fused_a_gemm.cu", "skinny_gemm.cu")
@@ -44,13 +52,12 @@ def test_shipped_sources_are_there() -> None:
     assert sources.epoch(SOURCE) is None
 
 
-def test_text_is_the_file_behind_its_digest() -> None:
-    """Compilers see the digest, so CuPy's key covers it, and count lines as in the file."""
+def test_text_is_the_digest_and_a_whole_path() -> None:
+    """Compilers see the digest, so CuPy's key covers it, and look for includes beside the file."""
     source = sources.load(SOURCE)
-    comment, line, text = source.text.split("\n", 2)
-    assert comment == f"// k3cupy {source.digest}"
-    assert line == "#line 1"
-    assert text == (sources.shipped() / SOURCE).read_text(encoding="utf-8")
+    path = sources.shipped() / SOURCE
+    assert path.is_absolute()
+    assert source.text == f'// k3cupy {source.digest}\n#include "{path}"\n'
     assert source.directory == sources.shipped()
     assert len(source.digest) == 64
 
@@ -128,6 +135,13 @@ def test_files_that_are_not_included_do_not_count(tree: Path) -> None:
         '  #  include   "b.cuh"  // why',
         '#include"b.cuh"',
         '\t#include\t"b.cuh"',
+        "#include <b.cuh>",
+        '/* why */ # /* a * b */ include /**/ "b.cuh"',
+        '%:include "b.cuh"',
+        '#inc\\\nlude \\\n "b.cuh"',
+        '#define B "b.cuh"\n#include B',
+        '#if __has_include("b.cuh")\nint b;\n#endif',
+        "#if __has_include(<none.h>) || __has_include( <b.cuh> )\nint b;\n#endif",
     ],
 )
 def test_spellings_of_include(directive: str, tmp_path: Path) -> None:
@@ -230,9 +244,23 @@ def test_an_edit_is_seen_at_the_next_call(tree: Path) -> None:
         assert second.digest != first.digest
         assert sources.epoch(SOURCE) == second.digest
         write(tree / SOURCE, "// alone\n")
-        third = sources.load(SOURCE)
-        assert third.text.endswith("// alone\n")
+        assert len({first.digest, second.digest, sources.load(SOURCE).digest}) == 3
     assert sources.load(SOURCE).digest == first.digest
+
+
+@pytest.mark.parametrize("name", [SOURCE, "common/fp8.cuh"])
+def test_an_edit_that_keeps_size_and_time_is_seen(name: str, tree: Path) -> None:
+    """As `cp -p`, `rsync -t` and a version control system make them."""
+    path = tree / name
+    text, status = path.read_text(encoding="utf-8"), path.stat()
+    with k3cupy.source_dir(tree):
+        before = sources.load(SOURCE).digest
+        path.write_text(text.replace("//", "/*", 1), encoding="utf-8")
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        assert path.stat()[6:9:2] == status[6:9:2], "size and time of modification"
+        assert sources.load(SOURCE).digest != before
+        path.write_text(text, encoding="utf-8")
+        assert sources.load(SOURCE).digest == before
 
 
 def test_a_header_that_goes_and_comes_back(tree: Path) -> None:
@@ -241,13 +269,46 @@ def test_a_header_that_goes_and_comes_back(tree: Path) -> None:
     with k3cupy.source_dir(tree):
         before = sources.load(SOURCE).digest
         header.unlink()
-        with pytest.raises(k3cupy.ToolchainError, match=r"rope\.cuh cannot be read"):
-            sources.load(SOURCE)
+        assert sources.load(SOURCE).digest != before
         write(header, text)
         assert sources.load(SOURCE).digest == before
 
 
 # Errors
+
+
+@pytest.mark.parametrize("how", ["one missing", "no folder"])
+def test_tensors_on_the_cpu_need_no_sources(
+    how: str, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is missing is an error of the call that has to compile it."""
+    folder = tree if how == "one missing" else tree / "none"
+    (tree / "fused_a_gemm.cu").unlink()
+    monkeypatch.setenv("K3CUPY_SOURCE_DIR", str(folder))
+    x, weight = torch.ones(2, 128).bfloat16(), torch.ones(16, 128).bfloat16()
+    for function in (k3cupy.fused_a_gemm, k3cupy.low_latency_linear):
+        assert torch.equal(function(x, weight), torch.full((2, 16), 128.0).bfloat16())
+    with pytest.raises(k3cupy.ToolchainError, match=r"K3CUPY_SOURCE_DIR|a_gemm\.cu cannot"):
+        sources.load("fused_a_gemm.cu")
+    first = sources.epoch("fused_a_gemm.cu")
+    shutil.copytree(sources.shipped(), folder, dirs_exist_ok=True)
+    assert sources.epoch("fused_a_gemm.cu") != first, "no plan of before fits any more"
+
+
+@pytest.mark.parametrize("how", ["one missing", "no folder"])
+def test_a_gpu_that_needs_a_missing_source_says_so(
+    how: str, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A linear layer does not fall back: its user wants to run the edited kernel."""
+    folder = tree if how == "one missing" else tree / "none"
+    (tree / "fused_a_gemm.cu").unlink()
+    DispatchDevice(monkeypatch)
+    monkeypatch.setattr(instances, "load", lambda instance, _: sources.load(instance.source))
+    x = CudaTensor.of(torch.empty(4, 1536, dtype=torch.bfloat16), 0)
+    weight = CudaTensor.of(torch.empty(2304, 1536, dtype=torch.bfloat16), 0)
+    monkeypatch.setenv("K3CUPY_SOURCE_DIR", str(folder))
+    with pytest.raises(k3cupy.ToolchainError, match=r"K3CUPY_SOURCE_DIR|a_gemm\.cu cannot"):
+        k3cupy.low_latency_linear(x, weight)
 
 
 def test_missing_folder_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,22 +342,63 @@ def test_missing_source(tmp_path: Path) -> None:
         sources.load(SOURCE)
 
 
-def test_missing_include(tmp_path: Path) -> None:
-    write(tmp_path / "a.cu", '#include "common/none.cuh"\n')
-    with (
-        k3cupy.source_dir(tmp_path),
-        pytest.raises(k3cupy.ToolchainError, match=r"none\.cuh cannot be read"),
-    ):
-        sources.load("a.cu")
+@pytest.mark.parametrize(
+    "text",
+    [
+        '#include "cuda_fp16.h"',
+        '// #include "none.cuh"',
+        '/*\n#include "none.cuh"\n*/',
+        '#if 0\n#include "none.cuh"\n#endif',
+        '#if __has_include("none.cuh")\n#include "none.cuh"\n#endif',
+        '#define NONE "none.cuh"\n#ifdef NEVER\n#include NONE\n#endif',
+        '#include "/dev/null"',
+        '#include "a\0b"',
+    ],
+)
+def test_an_include_that_is_not_in_the_folder_is_left_to_the_compiler(
+    text: str, tmp_path: Path
+) -> None:
+    write(tmp_path / "a.cu", f"{text}\nint a;\n")
+    before = digest_of(tmp_path, "a.cu")
+    write(tmp_path / "other.cuh", "int other;\n")
+    assert digest_of(tmp_path, "a.cu") == before
 
 
-def test_a_source_that_is_not_utf8(tmp_path: Path) -> None:
-    (tmp_path / "a.cu").write_bytes(b"// gr\xfc\xdfe\n")
-    with (
-        k3cupy.source_dir(tmp_path),
-        pytest.raises(k3cupy.ToolchainError, match=r"a\.cu cannot be read"),
-    ):
-        sources.load("a.cu")
+@pytest.mark.parametrize("kind", ["beside", "of the folder", "in angle brackets"])
+def test_a_header_that_appears_where_it_was_looked_for_counts(kind: str, tmp_path: Path) -> None:
+    """Also one that takes the place of another of its name."""
+    write(tmp_path / "a.cu", '#include "x/b.cuh"\n')
+    write(
+        tmp_path / "x/b.cuh",
+        "#include <c.cuh>\n" if kind.endswith("brackets") else '#include "c.cuh"\n',
+    )
+    if kind == "beside":
+        write(tmp_path / "c.cuh", "int c;\n")
+    with k3cupy.source_dir(tmp_path):
+        before = sources.load("a.cu").digest
+        write(tmp_path / ("x/c.cuh" if kind == "beside" else "c.cuh"), "int c;\n")
+        assert sources.load("a.cu").digest != before
+
+
+def test_a_header_outside_the_folder_counts(tmp_path: Path) -> None:
+    write(tmp_path / "outside.cuh", "int one;\n")
+    for number, named in enumerate(("../outside.cuh", str(tmp_path / "outside.cuh"))):
+        folder = tmp_path / str(number)
+        write(folder / "a.cu", f'#include "{named}"\n')
+        with k3cupy.source_dir(folder):
+            before = sources.load("a.cu").digest
+            write(tmp_path / "outside.cuh", f"int edited_{number};\n")
+            assert sources.load("a.cu").digest != before
+
+
+@pytest.mark.parametrize("name", ["a.cu", "b.cuh"])
+def test_a_file_in_another_encoding(name: str, tmp_path: Path) -> None:
+    """The compiler does not mind what a comment is written in."""
+    write(tmp_path / "a.cu", '#include "b.cuh"\n')
+    (tmp_path / name).write_bytes(b'#include "b.cuh" // gr\xfc\xdfe\n')
+    before = digest_of(tmp_path, "a.cu")
+    (tmp_path / name).write_bytes(b'#include "b.cuh" // gr\xfc\xdfe!\n')
+    assert digest_of(tmp_path, "a.cu") != before
 
 
 # Threads
@@ -320,7 +422,8 @@ def test_threads_with_folders_of_their_own(tmp_path: Path) -> None:
         write(folder / "a.cu", f"int number_{number};\n")
         with k3cupy.source_dir(folder):
             barrier.wait(30)
-            return all(f"number_{number};" in sources.load("a.cu").text for _ in range(50))
+            own = f'#include "{folder / "a.cu"}"\n'
+            return all(sources.load("a.cu").text.endswith(own) for _ in range(50))
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(work, range(8)))
@@ -328,13 +431,40 @@ def test_threads_with_folders_of_their_own(tmp_path: Path) -> None:
 
 # The environment variables
 
+FLAGS = {"K3CUPY_CHECK": env.check_enabled, "K3CUPY_BATCH_INVARIANT": env.batch_invariant}
 
-def test_check_flag(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("K3CUPY_CHECK", raising=False)
-    assert not env.check_enabled()
-    for value, expected in (("1", True), ("0", False), ("", False), ("yes", True)):
-        monkeypatch.setenv("K3CUPY_CHECK", value)
-        assert env.check_enabled() is expected
+
+@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        *((value, False) for value in (None, "", "0", "false", "False", "OFF", "no")),
+        *((value, True) for value in ("1", "true", "TRUE", "On", "yes")),
+    ],
+)
+def test_a_flag(
+    name: str, value: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(name, raising=False)
+    if value is not None:
+        monkeypatch.setenv(name, value)
+    assert FLAGS[name]() is expected
+
+
+@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("value", ["2", "maybe", " 1", "-1", "ja"])
+def test_a_flag_that_is_neither_on_nor_off(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is an error of the calls that it is for, and they run again once it is mended."""
+    x, weight = torch.ones(2, 128).bfloat16(), torch.ones(16, 128).bfloat16()
+    monkeypatch.setattr(batch_invariance, "_of_process", None)  # the environment decides
+    monkeypatch.setenv(name, value)
+    expected = f"{name}: expected 0, false, off, no or 1, true, on, yes, got {value!r}"
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+        k3cupy.low_latency_linear(x, weight)
+    monkeypatch.setenv(name, "off")
+    assert k3cupy.low_latency_linear(x, weight)[0, 0] == 128
 
 
 def test_source_dir_variable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,3 +472,25 @@ def test_source_dir_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     for value, expected in (("/somewhere", "/somewhere"), ("", None)):
         monkeypatch.setenv("K3CUPY_SOURCE_DIR", value)
         assert env.source_dir() == expected
+
+
+def test_home_in_the_names_of_folders(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tree.parent))
+    with k3cupy.source_dir("~/cuda_src") as folder:
+        assert folder == tree.resolve()
+    monkeypatch.setenv("K3CUPY_SOURCE_DIR", "~/cuda_src")
+    assert sources.directory() == tree.resolve()
+    assert len(sources.epoch(SOURCE) or "") == 64
+    monkeypatch.setenv("K3CUPY_CACHE_DIR", "~/measured")
+    assert env.cache_dir() == str(tree.parent / "measured")
+
+
+@pytest.mark.parametrize(("path", "error"), [("", ValueError), (None, TypeError), (3, TypeError)])
+def test_a_folder_that_is_no_path(
+    path: Any, error: type[Exception], tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tree)  # which an empty text would name
+    expected = f"source_dir: expected a folder with CUDA sources, got {path!r}"
+    with pytest.raises(error, match=f"^{expected}$"), k3cupy.source_dir(path):
+        pass
+    assert sources.overridden() is None

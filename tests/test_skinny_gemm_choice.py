@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from fake_device import H200
-from gemm_helpers import SKINNY
+from gemm_helpers import SKINNY, taken_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -128,3 +129,15 @@ def test_the_model_knows_what_costs() -> None:
     ):
         assert estimate_us(worse, n, k, H200) > estimate_us(best, n, k, H200), worse
     assert estimate_us(best, n, k, replace(H200, num_sms=66)) > 1.5 * estimate_us(best, n, k, H200)
+
+
+def test_times_of_bfloat16_are_not_told_as_those_of_float16() -> None:
+    n, k = FUSED_QKV_A
+    with taken_for(H200):
+        of, with_fp16 = (
+            k3cupy.explain_skinny_gemm(torch.empty(2, k, dtype=d), torch.empty(n, k, dtype=d))
+            for d in (torch.bfloat16, torch.float16)
+        )
+    assert of.reason.startswith("measured on NVIDIA H200 at M = 2: ")
+    assert with_fp16.reason == f"{of.reason}, with bfloat16"
+    assert (with_fp16.config, with_fp16.origin) == (of.config, of.origin)

@@ -308,7 +308,7 @@ def test_report_prints_layers_that_differ_in_numbers_as_one_line() -> None:
     assert repr(report) == text
     assert text.startswith("Low-latency linear: installed in 7 of 8 linear layers")
     lines = [line for line in text.splitlines() if "blocks" in line]
-    assert [cell.strip() for cell in lines[0].split("│")[1:3]] == ["blocks.*.up", "3"]
+    assert [cell.strip() for cell in lines[0].split("|")[1:3]] == ["blocks.*.up", "3"]
     assert len(lines) == 2
     assert "48 x 128" in lines[0]
     with pytest.raises(KeyError):

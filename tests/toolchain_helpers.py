@@ -420,6 +420,7 @@ def edit(path: Path, old: str, new: str) -> None:
 def write(path: Path, text: str) -> None:
     """Write a file whose modification time differs from the one before, on any file system."""
     before = path.stat().st_mtime_ns if path.exists() else 0
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     if path.stat().st_mtime_ns == before:
         os.utime(path, ns=(before, before + 1_000_000))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from k3cupy.runtime.text import printable
+
 LINEAR = "linear"
 """The kernel of a fall-back: the framework's own linear."""
 
@@ -52,4 +54,4 @@ class Choice:
     def __str__(self) -> str:
         """One line for people."""
         where = " on the CPU" if self.runs_on == "cpu" else ""
-        return f"{self.what}{where}{', PDL' if self.pdl else ''}: {self.reason}"
+        return printable(f"{self.what}{where}{', PDL' if self.pdl else ''}: {self.reason}")

@@ -1,8 +1,8 @@
 """The user cache: measurements of this machine's GPUs, one table a family of kernels and GPU.
 
-A file that cannot be used is ignored with one warning that names it. Writers take a lock beside the
-file, read it again, add to it, and put a whole new file in its place, so that readers need no lock
-and several processes may measure at once.
+A file that cannot be used is ignored with one warning that names it, and so are bad entries.
+Writers take a lock beside the file, read it again, add to it, and put a whole new file in its
+place, so that readers need no lock and several processes may measure at once.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import functools
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -31,9 +30,13 @@ from k3cupy.choose.table import (
 )
 from k3cupy.runtime import env
 from k3cupy.runtime.devices import DeviceInfo
+from k3cupy.runtime.errors import shown
 from k3cupy.runtime.warn import warn_user
 
 _LOCK_SECONDS = 60
+_MOST_BYTES = 1 << 26
+_NOWHERE = Path(os.devnull)
+"""The folder of a user without a home: ``~`` would be one of the working directory."""
 
 
 def directory() -> Path:
@@ -42,8 +45,11 @@ def directory() -> Path:
     if not named:
         import platformdirs  # only here, because a process that names a folder need not wait for it
 
-        named = platformdirs.user_cache_dir("k3cupy")
-    return Path(os.path.expanduser(named)) / f"tables-v{SCHEMA}"
+        try:
+            named = platformdirs.user_cache_dir("k3cupy")
+        except RuntimeError:  # there is no home; older versions return the "~" of it
+            return _NOWHERE
+    return _NOWHERE if named.startswith("~") else Path(named, f"tables-v{SCHEMA}")
 
 
 def path_of(family: str, gpu: str) -> Path:
@@ -64,8 +70,8 @@ def table(family: str, gpu: str) -> Table:
         _warn(path, f"the file is ignored, it cannot be read ({error})")
         problems = {}
     digest = kernels_digest(family) if problems else ""
-    every = [row for rows in problems.values() for row in rows]
-    if every and not any(isinstance(r, dict) and r.get("sources") == digest for r in every):
+    every = [row for rows in problems.values() for row in rows if isinstance(row, dict)]
+    if every and not any(row.get("sources") == digest for row in every):
         _warn(path, "all entries are ignored, they are of the kernels of another version")
 
     def read(problem: str, rows: Iterable[Any]) -> dict[int, Entry]:
@@ -102,11 +108,8 @@ def add(family: str, entries: Iterable[Entry], gpu: DeviceInfo) -> Path | None:
             merged = {entry.key: entry for entry in (*known, *dated)}
             _replace(path, table_text(header, merged.values()))
     except OSError as error:  # a lock that nobody lets go is an OSError too
-        _warn(
-            path,
-            f"nothing was kept, the file cannot be written ({error})",
-            "Set K3CUPY_CACHE_DIR to a folder that can",
-        )
+        told = f"nothing was kept, the file cannot be written ({error})"
+        _warn(path, told, "Set K3CUPY_CACHE_DIR to a folder that can")
         return None
     return path
 
@@ -118,10 +121,16 @@ def reload() -> None:
 
 def _problems(path: Path, gpu: str) -> dict[str, list[Any]]:
     """Return what a file has of each problem: nothing where there is none, or of something else."""
+    if _NOWHERE in path.parents:
+        return {}
     try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise ValueError(f"expected at most {_MOST_BYTES} bytes")
+        if not path.is_file():  # reading from a pipe or a device might never end
+            raise OSError("it is no regular file")
         header, problems = parts_of(path.read_text("utf-8", "replace"))  # no text is no JSON either
         if header["gpu"] != gpu:
-            raise ValueError(f"expected measurements of {gpu}, got {header['gpu']!r:.100}")
+            raise ValueError(f"expected measurements of {gpu}, got {shown(header['gpu'])}")
     except FileNotFoundError:
         return {}
     except ValueError as error:
@@ -137,22 +146,30 @@ def _entries(path: Path, problem: str, rows: Iterable[Any]) -> list[Entry]:
         try:
             found.append(entry_of(problem, row))
         except ValueError as error:
-            _warn(path, f"an entry of {problem} is ignored, it cannot be used ({error})")
+            _warn(path, f"bad entries are ignored, as one of {problem:.80} ({error})")
     return found
 
 
 def _replace(path: Path, text: str) -> None:
-    new = path.with_suffix(f".{os.getpid()}.tmp")
+    import tempfile  # only here
+
+    descriptor, new = tempfile.mkstemp(".tmp", dir=path.parent)  # follows no link
     try:
-        new.write_text(text, encoding="utf-8")
-        new.chmod(0o644)  # a service may read what its owner measured
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(new, 0o644)  # a service may read what its owner measured
         os.replace(new, path)
     finally:
         with contextlib.suppress(OSError):
-            new.unlink()
+            os.unlink(new)
 
 
-@functools.cache
+_warned: set[tuple[Path, str]] = set()
+
+
 def _warn(path: Path, problem: str, hint: str = "`python -m k3cupy tune` measures anew") -> None:
-    """Warn once for a file and what is wrong with it."""
-    warn_user(f"measurements in {path}: {problem}. {hint}")
+    """Warn of a file, once for what becomes of it: the problem up to its first comma."""
+    key = path, problem.partition(",")[0]
+    if key not in _warned:
+        _warned.add(key)
+        warn_user(f"measurements in {path}: {problem}. {hint}")

@@ -216,7 +216,7 @@ def _published(entry: Entry, of: _Product, told: str) -> Choice:
     where = f"at M = {entry.size}{told}"
     told = f"public figures for {of.gpu.arch}, not measured by us, name"
     if entry.kernel == LINEAR:
-        return _linear(f"{told} no kernel for {entry.problem} {where}", PUBLIC)
+        return _linear(f"{told} no kernel for {of.n} x {of.k} {where}", PUBLIC)
     config = fits(entry.kernel, entry.config, of.num_tokens, of.gpu)
     return _ours(entry.kernel, of, f"{told} {entry.kernel} {where}", PUBLIC, config)
 

@@ -12,6 +12,7 @@ then for each problem a list of entries, one a size. A problem is parsed when it
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -28,6 +29,7 @@ from k3cupy.call.plans import tables as tables_state
 from k3cupy.kernels import fused_a_gemm, mla_decode, mla_prefill, skinny_gemm
 from k3cupy.runtime import sources
 from k3cupy.runtime.devices import DeviceInfo
+from k3cupy.runtime.errors import shown
 
 SCHEMA = 2
 
@@ -56,6 +58,9 @@ _UNITS = {
 _SHIPPED = Path(__file__).parent / "tables"
 _KEPT = 8192
 """Configurations whose names are kept: tables name the same ones again and again."""
+
+_MOST = 10**12
+"""Microseconds or rows: what is more nobody measured, and arithmetic might not take it."""
 
 _READERS: Mapping[Any, Callable[[str], Any]] = {
     "bool": {"0": False, "1": True}.__getitem__,
@@ -163,7 +168,7 @@ def config_of(kernel: str, key: str) -> Any:
         ValueError: there is no such kernel, or it has no such configuration.
     """
     if kernel not in KERNELS:
-        raise ValueError(f"there is no kernel {kernel!r}")
+        raise ValueError(f"there is no kernel {shown(kernel)}")
     kind = KERNELS[kernel].Config
     fields, parts = dataclasses.fields(kind), key.split("/")
     try:
@@ -173,9 +178,9 @@ def config_of(kernel: str, key: str) -> Any:
         config = kind(*(reader(part) for reader, part in zip(read, parts, strict=False)))
         valid = config.is_valid()
     except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise ValueError(f"{kernel} has no configuration {key!r}") from error
+        raise ValueError(f"{kernel} has no configuration {shown(key)}") from error
     if not valid:
-        raise ValueError(f"{kernel} cannot run the configuration {key!r}")
+        raise ValueError(f"{kernel} cannot run the configuration {shown(key)}")
     return config
 
 
@@ -187,9 +192,11 @@ def entry_of(problem: str, fields: Any) -> Entry:
     """
     try:
         size = fields["size"]
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"expected an integer above 0, got {size!r:.100}")
-        date, digest = str(fields.get("date", "")), str(fields.get("sources", ""))
+        if not isinstance(size, int) or isinstance(size, bool) or not 0 < size <= _MOST:
+            raise ValueError(f"expected an integer from 1 to {_MOST}, got {shown(size)}")
+        date, digest = fields.get("date", ""), fields.get("sources", "")
+        if not (isinstance(date, str) and isinstance(digest, str)):
+            raise TypeError
         if "us" in fields:
             times = {kernel: _times(kernel, of) for kernel, of in fields["us"].items()}
             if not any(times.values()):
@@ -200,23 +207,22 @@ def entry_of(problem: str, fields: Any) -> Entry:
                 preferred = config_of(kernel, preferred)
             entry = measured(problem, size, times, preferred=preferred)
             return replace(entry, date=date, sources=digest)
-        kernel, key = fields["kernel"], fields["config"]
-    except (AttributeError, KeyError, TypeError, OverflowError) as error:
-        raise ValueError(f"expected the fields of an entry, got {fields!r:.100}") from error
-    if kernel != LINEAR and kernel not in KERNELS:
-        raise ValueError(f"there is no kernel {kernel!r}")
-    try:
-        config = None if key is None else config_of(kernel, key)
-    except ValueError:
-        config = None  # others have configurations that our kernel does not have
+        kernel, key, config = fields["kernel"], fields["config"], None
+        if kernel != LINEAR and kernel not in KERNELS:
+            raise ValueError(f"there is no kernel {shown(kernel)}")
+        if key is not None:  # others have configurations that our kernel does not have
+            with contextlib.suppress(ValueError):
+                config = config_of(kernel, key)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"expected the fields of an entry, got {shown(fields)}") from error
     return Entry(problem, size, {}, kernel, config, date, digest)
 
 
 def _times(kernel: str, found: Any) -> Mapping[Any, float]:
     times = {None: found} if kernel == LINEAR else {config_of(kernel, k): found[k] for k in found}
     for us in times.values():
-        if isinstance(us, bool) or not (math.isfinite(us) and us > 0):
-            raise ValueError(f"expected a time above 0, got {us!r:.100}")
+        if isinstance(us, bool) or not 0 < us <= _MOST:
+            raise ValueError(f"expected a time above 0, got {shown(us)}")
     return times
 
 
@@ -307,6 +313,13 @@ def _numbers_first(problem: str) -> list[tuple[int, str]]:
     return [(int(t), "") if t.isdigit() else (0, t) for t in re.findall(r"\d+|\D+", problem)]
 
 
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name stands there twice")
+    return found
+
+
 def parts_of(text: str) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     """Return header and problems of a file.
 
@@ -314,10 +327,12 @@ def parts_of(text: str) -> tuple[dict[str, Any], dict[str, list[Any]]]:
         ValueError: it is no table of this version.
     """
     try:
-        document = json.loads(text)
+        document = json.loads(text, object_pairs_hook=_each_once)
         if document["schema"] != SCHEMA:
-            raise ValueError(f"expected schema {SCHEMA}, got {document['schema']!r:.100}")
-        problems = {str(name): list(rows) for name, rows in document.pop("problems").items()}
+            raise ValueError(f"expected schema {SCHEMA}, got {shown(document['schema'])}")
+        problems: dict[str, list[Any]] = document.pop("problems")
+        if not all(isinstance(rows, list) for rows in problems.values()):
+            raise ValueError("a problem has no list of entries")
         _ = document["gpu"]
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import sys
+
 import click
 
 import k3cupy
@@ -12,6 +15,8 @@ from k3cupy.cli import bench, tune, warmup
 @click.version_option(k3cupy.__version__, prog_name="k3cupy")
 def main() -> None:
     """Kimi-K3 decode kernels, compiled at run time."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name or a path may hold what it cannot show
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 main.add_command(bench.bench)

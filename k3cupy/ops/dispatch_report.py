@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from k3cupy.call.choice import Choice
 from k3cupy.kernels.fused_a_gemm import MAX_TOKENS
+from k3cupy.runtime.text import printable
 
 logger = logging.getLogger("k3cupy.dispatch")
 
@@ -91,7 +92,7 @@ class DispatchReport:
         lines = ["  ".join(map(format, row, sides)).rstrip() for row in cells]
         ours = self.calls - sum(row.calls for row in self.fallbacks)
         lines.append(f"{ours} of {self.calls} calls ran a kernel of k3cupy")
-        return "\n".join(lines)
+        return printable("\n".join(lines))
 
 
 counters: dict[tuple[Choice, int, int, int], Counter] = {}

@@ -15,7 +15,7 @@ from k3cupy.choose.gemm import ALL, FUSED_A, NOT_INVARIANT, SKINNY, choose
 from k3cupy.kernels.fused_a_gemm import why_not_mapped
 from k3cupy.ops import batch_invariance, framework_linear, fused_a_gemm, skinny_gemm
 from k3cupy.ops.dispatch_report import Counter, counter_of, counters
-from k3cupy.runtime import devices, producers
+from k3cupy.runtime import devices, producers, sources
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import CaptureError, ToolchainError, reject
 from k3cupy.runtime.warn import warn_user
@@ -241,6 +241,8 @@ def _make_route(
             f"weight_is_static={weight_is_static})"
         ) from error
     except ToolchainError as error:
+        if sources.overridden() is not None:  # an edited copy that is not there is raised
+            sources.load(_OPERATIONS[choice.kernel].kernel.SOURCE)
         warn_user(f"low-latency linear: {choice.kernel} cannot run: {error}")
         return _counter_of(_fallback(str(error), batch_invariant), values), None
     return _counter_of(choice, values), plan

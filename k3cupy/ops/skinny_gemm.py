@@ -6,13 +6,14 @@ names. M is the number of tokens, K the width of one, N that of the output.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from k3cupy.accept import checks, gemm
 from k3cupy.accept.checks import OPTIONAL_BOOL
 from k3cupy.accept.gemm import GemmProblem, check_skinny_config
 from k3cupy.call.arguments import Values
-from k3cupy.call.choice import Choice
+from k3cupy.call.choice import RULE, Choice
 from k3cupy.call.operation import Given, Operation
 from k3cupy.choose.gemm import SKINNY, choose
 from k3cupy.kernels import skinny_gemm as kernel
@@ -107,7 +108,10 @@ def _accept(values: Values, given: Given) -> GemmProblem:
 
 def _choose(problem: GemmProblem, gpu: DeviceInfo, given: Given) -> Choice:
     adds = problem.residual is not None
-    return choose((SKINNY,), *problem.size, gpu, residual=adds, config=given["config"])
+    found = choose((SKINNY,), *problem.size, gpu, residual=adds, config=given["config"])
+    if found.origin == RULE or problem.x.dtype == "bfloat16":
+        return found
+    return replace(found, reason=f"{found.reason}, with bfloat16")
 
 
 def _compute(problem: GemmProblem, arrays: dict[str, Any]) -> None:

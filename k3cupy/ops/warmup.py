@@ -1,8 +1,8 @@
 """Compiling ahead: before a graph capture, before serving, or once for a shared disk cache.
 
 One function an operation gives the instances that its calls will need; its arguments are the
-options that ``warmup`` takes for it. Every option that takes one value also takes several, and all
-combinations are compiled.
+options that ``warmup`` takes for it. Types, formats and flags may be several, and all combinations
+are compiled.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def warmup(
 ) -> int:
     """Compile and load what an operation will need, on threads, so that later calls need not.
 
-    Every option that takes one value also takes several, and all combinations are compiled:
+    ``dtype``, ``kv_cache`` and the flags take one value or several, and all combinations are
+    compiled; ``config``, and the linear layer's ``batch_invariant``, take one:
 
     - ``"mla_decode"``: dtype, kv_cache, query_fp8 (None: with an fp8 cache), rope,
       kv_inputs_ready, vector (False: the element-wise instance), config.

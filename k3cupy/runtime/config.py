@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import platform
+import re
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import IO, Any
 
 from k3cupy.runtime import devices, sources, toolchain
 from k3cupy.runtime.errors import ToolchainError
+from k3cupy.runtime.text import printable
+
+_CUPYS = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")
+"""Packages that put the same module there."""
 
 _PACKAGES = (
     "k3cupy",
-    "cupy-cuda12x",
-    "cupy-cuda13x",
+    *_CUPYS,
     "cuda-core",
     "cuda-bindings",
     "cuda-pathfinder",
@@ -31,15 +38,18 @@ def config_info() -> dict[str, Any]:
 
     Returns:
         ``backend`` ("cuda" or "nothing") and ``why``, for CUDA tensors; ``gpus``, a list of names
-        with SM counts and architectures; ``driver``, ``nvrtc``, ``headers``, ``cache``,
-        ``sources``, ``python``, ``platform``; and ``packages`` (name -> version). What is missing
-        is a sentence that says why.
+        with SM counts and architectures; ``problems``, a list of what does not fit together;
+        ``driver``, ``nvrtc``, ``headers``, ``cache``, ``sources``, ``python``, ``platform``; and
+        ``packages`` (name -> version). What is missing is a sentence that says why.
     """
-    backend, why, gpus = _backend()
+    with warnings.catch_warnings():  # CuPy warns of a second one while it is imported
+        warnings.filterwarnings("ignore", r"\s*-+\s*CuPy may not function correctly")
+        backend, why, gpus = _backend()
     return {
         "backend": backend,
         "why": why,
         "gpus": gpus,
+        "problems": list(_problems()),
         "driver": _ask(_driver),
         "nvrtc": _ask(_nvrtc),
         "headers": _ask(_headers),
@@ -65,9 +75,15 @@ def show_config(file: IO[str] | None = None) -> None:
         ("packages", [f"{name} {version}" for name, version in info["packages"].items()]),
     ]
     for name, value in rows:
-        lines = value if isinstance(value, list) else [value]
+        if name == "problems" and not value:
+            continue
+        values = value if isinstance(value, list) else [value]
+        # CuPy's reasons are several lines, and one is behind many a row.
+        same = f"unknown: {info['why']}"
+        told = ("unknown, for that reason" if text == same else text for text in values)
+        lines = [line for text in told for line in text.splitlines()]
         for label, line in zip([name, *[""] * len(lines)], lines or [""], strict=False):
-            print(f"{label:<18}{line}".rstrip(), file=file or sys.stdout)
+            print(printable(f"{label:<18}{line}".rstrip(), file), file=file or sys.stdout)
 
 
 def _backend() -> tuple[str, str, list[str]]:
@@ -75,30 +91,69 @@ def _backend() -> tuple[str, str, list[str]]:
         found = [devices.info(index) for index in range(devices.count())]
     except ToolchainError as error:
         return "nothing", str(error), []
+    needed = f"sm_{devices.OLDEST[0]}{devices.OLDEST[1]}"
+    usable = [i for i in found if i.compute_capability >= devices.OLDEST]
     names = [
-        f"{i.index}: {i.name}, {i.arch}, {i.num_sms} SMs, PDL {'yes' if i.has_pdl else 'no'}"
+        f"{i.index}: {i.name}, {i.arch}, {i.num_sms} SMs, "
+        + (f"PDL {'yes' if i.has_pdl else 'no'}" if i in usable else f"too old: needs {needed}")
         for i in found
     ]
     try:
+        if not usable:
+            raise ToolchainError(f"the kernels need a GPU of {needed} or newer")
         toolchain.cuda_core()
+        toolchain.nvrtc_version()
         toolchain.include_directory()
     except ToolchainError as error:
         return "nothing", str(error), names
     return (
         "cuda",
-        f"{len(found)} GPU{'s' if len(found) != 1 else ''}, compiler and headers found",
+        f"{len(usable)} GPU{'s' if len(usable) != 1 else ''}, compiler and headers found",
         names,
     )
 
 
+def _problems() -> Iterator[str]:
+    """Yield what is installed and does not fit together."""
+    cupys = [name for name in _CUPYS if _installed(name)]
+    if len(cupys) > 1:
+        yield (
+            f"{' and '.join(cupys)} are installed over each other. Uninstall them all, then "
+            f"{toolchain.INSTALL_HINT}"
+        )
+    try:
+        of_cupy = toolchain.cupy().cuda.runtime.runtimeGetVersion() // 1000
+    except Exception:  # it does not import: that is told already
+        return
+    of_torch = _cuda_of_torch()
+    if of_torch not in (None, of_cupy):
+        yield (
+            f"PyTorch is built for CUDA {of_torch}, CuPy for CUDA {of_cupy}: in one process they "
+            f"load libraries of both. Install both for the same: {toolchain.INSTALL_HINT}, and "
+            "PyTorch for the same CUDA"
+        )
+
+
+def _cuda_of_torch() -> int | None:
+    """Return the major CUDA release that PyTorch is built for, without importing it for that."""
+    try:
+        spec = importlib.util.find_spec("torch")
+        if spec is None or spec.origin is None:
+            return None
+        text = Path(spec.origin).with_name("version.py").read_text("utf-8")
+    except (OSError, ValueError):
+        return None
+    match = re.search(r"^cuda\b[^=\n]*= *['\"](\d+)", text, re.MULTILINE)
+    return int(match[1]) if match else None
+
+
 def _driver() -> str:
-    number = toolchain.cupy().cuda.runtime.driverGetVersion()
-    major, minor = toolchain.release(number)
-    return f"CUDA {major}.{minor}" if number else "none"
+    release = toolchain.driver_release()
+    return f"CUDA {release[0]}.{release[1]}" if release else "none"
 
 
 def _nvrtc() -> str:
-    return ".".join(str(part) for part in toolchain.cupy().cuda.nvrtc.getVersion())
+    return ".".join(map(str, toolchain.nvrtc_version()))
 
 
 def _headers() -> str:

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from k3cupy.runtime import toolchain
-from k3cupy.runtime.errors import ToolchainError
+from k3cupy.runtime.errors import ToolchainError, reject
+
+OLDEST = (8, 0)
+"""The compute capability from which on the kernels run."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ def ordinal_of(device: Any) -> int:
     if index is None:
         index = toolchain.cupy().cuda.runtime.getDevice()
     if kind != "cuda" or not isinstance(index, int) or not 0 <= index < number:
-        raise ValueError(f"device: expected a GPU ordinal below {number}, got {device!r}")
+        reject("device", f"a GPU ordinal below {number}", repr(device))
     return int(index)
 
 

@@ -3,10 +3,11 @@
 | variable               | meaning                                                    | read      |
 | ---------------------- | ---------------------------------------------------------- | --------- |
 | K3CUPY_SOURCE_DIR      | an edited copy of ``cuda_src``, compiled in place of ours  | each call |
-| K3CUPY_CHECK           | 1: verify slots and positions on the device (waits for it) | each call |
-| K3CUPY_BATCH_INVARIANT | 1: batch-invariant products in low-latency linear          | each call |
+| K3CUPY_CHECK           | on: verify slots and positions on the device (waits)       | each call |
+| K3CUPY_BATCH_INVARIANT | on: batch-invariant products in low-latency linear         | each call |
 | K3CUPY_CACHE_DIR       | where measurements of this machine's GPUs are kept         | once      |
 
+``1``, ``true``, ``on`` and ``yes`` are on; ``0``, ``false``, ``off``, ``no`` and an empty text off.
 Compiled binaries are kept by CuPy, in the directory that CUPY_CACHE_DIR names.
 """
 
@@ -16,6 +17,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from k3cupy.runtime.errors import reject
+
 # The dictionary behind os.environ, where it has one (CPython on POSIX, keys in bytes): two absent
 # names cost 0.1 us here and 2 us through os.environ, on every call.
 values: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
@@ -24,23 +27,44 @@ CHECK = os.environ.encodekey("K3CUPY_CHECK")
 BATCH_INVARIANT = os.environ.encodekey("K3CUPY_BATCH_INVARIANT")
 
 
+_OFF, _ON = ("0", "false", "off", "no"), ("1", "true", "on", "yes")
+
+
 def source_dir() -> str | None:
     """Return the directory named by K3CUPY_SOURCE_DIR, or None."""
-    return (os.environ.get("K3CUPY_SOURCE_DIR") or None) if SOURCE_DIR in values else None
+    return _folder("K3CUPY_SOURCE_DIR") if SOURCE_DIR in values else None
 
 
 def check_enabled() -> bool:
-    """Return whether K3CUPY_CHECK asks for device-side checks."""
-    return CHECK in values and os.environ.get("K3CUPY_CHECK", "0") not in ("", "0")
+    """Return whether K3CUPY_CHECK asks for device-side checks.
+
+    Raises:
+        ValueError: it is neither on nor off.
+    """
+    return CHECK in values and _flag("K3CUPY_CHECK")
 
 
 def batch_invariant() -> bool:
-    """Return whether K3CUPY_BATCH_INVARIANT asks for batch-invariant products."""
-    if BATCH_INVARIANT not in values:
-        return False
-    return os.environ.get("K3CUPY_BATCH_INVARIANT", "0") not in ("", "0")
+    """Return whether K3CUPY_BATCH_INVARIANT asks for batch-invariant products.
+
+    Raises:
+        ValueError: it is neither on nor off.
+    """
+    return BATCH_INVARIANT in values and _flag("K3CUPY_BATCH_INVARIANT")
 
 
 def cache_dir() -> str | None:
     """Return the directory named by K3CUPY_CACHE_DIR, or None."""
-    return os.environ.get("K3CUPY_CACHE_DIR") or None
+    return _folder("K3CUPY_CACHE_DIR")
+
+
+def _folder(name: str) -> str | None:
+    return os.path.expanduser(os.environ.get(name, "")) or None
+
+
+def _flag(name: str) -> bool:
+    value = os.environ.get(name, "")
+    text = value.lower()
+    if text not in _ON and text and text not in _OFF:
+        reject(name, f"{', '.join(_OFF)} or {', '.join(_ON)}", repr(value))
+    return text in _ON

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+import reprlib
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+_MOST_CHARACTERS = 400
 
 
 class ToolchainError(RuntimeError):
@@ -25,8 +29,28 @@ def reject(
     Args:
         name: the argument.
         expected: what is accepted.
-        got: what was found.
+        got: what was found; of a very long text the beginning and the end are told.
         hint: what to do about it, a phrase without a full stop.
         error: ValueError, or TypeError for a wrong type.
     """
+    if len(got) > _MOST_CHARACTERS:
+        got = f"{got[: _MOST_CHARACTERS // 2]} ... {got[-_MOST_CHARACTERS // 4 :]}"
     raise error(f"{name}: expected {expected}, got {got}" + (f". {hint}" if hint else ""))
+
+
+class _Short(reprlib.Repr):
+    """Quotes anything in bounded time and length, however large or deep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxlong = self.maxother = 80
+        self.maxlevel = 3
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Python refuses to write out more than 4,300 digits."""
+        many = x.bit_length() > 10_000
+        return f"an integer of {x.bit_length()} bits" if many else super().repr_int(x, level)
+
+
+shown: Callable[[Any], str] = _Short().repr
+"""Returns a value as a message quotes it: ``repr``, shortened where it is long."""

@@ -72,9 +72,6 @@ class _Attempt:
     error: Exception | None = None
 
 
-_LEAST = (8, 0)
-"""The oldest compute capability that the kernels are written for."""
-
 _lock = threading.Lock()
 _limit_lock = threading.Lock()
 _memory_cache_lock = threading.Lock()
@@ -163,9 +160,9 @@ def _compile(instance: Instance, source: sources.Source, device: int) -> LoadedK
     try:
         with devices.current(device):
             info = devices.info(device)
-            if info.compute_capability < _LEAST:
+            if info.compute_capability < devices.OLDEST:
                 raise ToolchainError(
-                    f"GPU {device}: expected sm_{_LEAST[0]}{_LEAST[1]} or newer, got {info.name}, "
+                    f"GPU {device}: expected sm_{devices.OLDEST[0]}{devices.OLDEST[1]} or newer, got {info.name}, "
                     f"which is {info.arch}. Use a newer GPU, or tensors on the CPU"
                 )
             build = _by_cuda_core if instance.own_arch else _by_cupy
@@ -196,11 +193,10 @@ def _by_cupy(cupy: Any, instance: Instance, source: sources.Source, _: str) -> t
     from k3cupy.runtime import binaries  # slow to import, and CPU tensors need none of this
 
     name = instance.name_expression
-    text = toolchain.program(source, instance.source)
     options = toolchain.options(source.directory)
 
     def build() -> tuple[Any, Any]:
-        module = cupy.RawModule(code=text, options=options, name_expressions=(name,))
+        module = cupy.RawModule(code=source.text, options=options, name_expressions=(name,))
         return module, module.get_function(name)
 
     try:

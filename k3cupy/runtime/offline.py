@@ -51,7 +51,7 @@ def compile_cubin(source: str, name_expressions: Sequence[str], arch: str) -> Cu
     loaded = sources.load(source)
     options = toolchain.program_options(loaded.directory, arch)
     try:
-        program = core.Program(toolchain.program(loaded, source), "c++", options)
+        program = core.Program(loaded.text, "c++", options)
         code = program.compile("cubin", name_expressions=list(name_expressions))
     except Exception as error:  # cuda-core raises classes of packages that may be absent
         if type(error).__name__ == "DynamicLibNotFoundError":  # of cuda-pathfinder

@@ -5,7 +5,8 @@ an edit to a ``.cuh`` it would run the old binary. The digest, put into the sour
 covers them.
 
 ``K3CUPY_SOURCE_DIR`` or ``source_dir`` name an edited copy of ``cuda_src``. While one is named,
-every call looks at the modification times, so that an edit takes effect at the next call.
+every call reads what its files hold, which takes some 0.1 ms, so that an edit takes effect at the
+next call, also one that keeps size and time.
 """
 
 from __future__ import annotations
@@ -14,17 +15,23 @@ import contextlib
 import os
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from k3cupy.runtime import env
-from k3cupy.runtime.errors import ToolchainError
+from k3cupy.runtime.errors import ToolchainError, reject
 
 _OF_BENCHMARKS = "bench"
-_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
+_SPACE = rb"(?:\s|/\*(?:[^*]|\*(?!/))*\*/)*"
+_DIRECTIVE = rb"(?:#|%%:)%binclude(?:_next)?|__has_include(?:_next)?%b\(" % (_SPACE, _SPACE)
+_NAMED = rb'"([^"\n]+)"|<([^>\n]+)>|(\w)'
+"""In quotes, in angle brackets, or by a macro."""
+
+_INCLUDE = re.compile(rb"(?:%b)%b(?:%b)" % (_DIRECTIVE, _SPACE, _NAMED))
+_SPLICE = re.compile(rb"\\\r?\n")
 override: ContextVar[str | None] = ContextVar("k3cupy_source_dir", default=None)
 
 
@@ -33,7 +40,11 @@ class Source:
     """A source file ready to compile.
 
     Attributes:
-        text: the file's text behind a comment that holds the digest.
+        text: what either compiler gets: the digest in a comment, and the file by its whole path.
+            NVRTC looks for an include in quotes beside the file that has it, and for those of the
+            text itself beside the program's *name*. That is the working directory where there is
+            no name, and a temporary folder that is gone by then where CuPy gives one: whoever puts
+            a header there would have it compiled in place of ours.
         digest: of the file and of all files it includes, by content.
         directory: the folder that ``#include "common/..."`` is relative to.
     """
@@ -49,19 +60,23 @@ def source_dir(path: str | Path) -> Iterator[Path]:
 
     Args:
         path: a folder laid out like ``cuda_src``; ``k3cupy.runtime.sources.shipped()`` is the one
-            to copy. Edits are seen at the next call.
+            to copy, and ``~`` is your home. Edits are seen at the next call.
 
     Yields:
         The folder as a ``Path``.
 
     Raises:
+        TypeError, ValueError: no path, or an empty one.
         FileNotFoundError: the folder does not exist.
 
     Example:
         >>> with k3cupy.source_dir("my_cuda_src"):            # doctest: +SKIP
         ...     k3cupy.fused_mla_decode_q_concat_kv_cache_insert(...)
     """
-    folder = Path(path).resolve()
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        kind = ValueError if path == "" else TypeError
+        reject("source_dir", "a folder with CUDA sources", repr(path), error=kind)
+    folder = Path(os.path.realpath(os.path.expanduser(path)))
     if not folder.is_dir():
         raise FileNotFoundError(f"source_dir: expected an existing folder, got {folder}")
     token = override.set(str(folder))
@@ -94,27 +109,19 @@ def directory() -> Path:
     folder = overridden()
     if folder is None:
         return shipped()
-    path = Path(folder).resolve()
+    path = Path(os.path.realpath(folder))
     if not path.is_dir():
         raise ToolchainError(
-            f"K3CUPY_SOURCE_DIR: expected a folder with CUDA sources, got {folder!r}. "
+            f"K3CUPY_SOURCE_DIR: expected a folder with CUDA sources, got {folder!r:.300}. "
             "Unset it to use the sources that came with the package"
         )
     return path
 
 
-class _Stamp(NamedTuple):
-    """What tells an edited file from the one that was read."""
-
-    path: Path
-    mtime_ns: int
-    size: int
-
-
 class _Read(NamedTuple):
-    """A source, and the stamps of the files that it was made of."""
+    """A source, and what each file held that was looked for; None where there was none."""
 
-    stamps: tuple[_Stamp, ...]
+    files: Mapping[str, bytes | None]
     source: Source
 
 
@@ -129,27 +136,34 @@ def load(name: str) -> Source:
         name: file name inside the source folder, for example ``"mla_decode.cu"``.
 
     Raises:
-        ToolchainError: the file or one of its includes is missing.
+        ToolchainError: the file cannot be read. An include that is not there is left to the
+            compiler: it may be the toolkit's, or not needed.
     """
     folder = directory()
     with _lock:
         known = _loaded.get((folder, name))
-        if known is not None and (overridden() is None or _stamps_hold(known.stamps)):
+        if known is not None and (overridden() is None or _hold(known.files)):
             return known.source
         files = _closure(folder, name)
         digest = _digest(files, folder)
-        stamps = tuple(map(_stamp, files))
-        text = f"// k3cupy {digest}\n#line 1\n{files[folder / name]}"
+        text = f'// k3cupy {digest}\n#include "{folder / name}"\n'
         source = Source(text=text, digest=digest, directory=folder)
-        _loaded[folder, name] = _Read(stamps, source)
+        _loaded[folder, name] = _Read(files, source)
         return source
 
 
 def epoch(name: str) -> str | None:
-    """Return what a plan must agree on: None for the shipped sources, else the present digest."""
+    """Return what a plan must agree on: None for the shipped sources, else the present digest.
+
+    Of a file that cannot be read it is the reason: CPU tensors need no sources, and a call on a GPU
+    raises it when it loads them.
+    """
     if override.get() is None and env.source_dir() is None:
         return None
-    return load(name).digest
+    try:
+        return load(name).digest
+    except ToolchainError as error:
+        return str(error)
 
 
 def shipped_digest(*names: str) -> str:
@@ -159,53 +173,67 @@ def shipped_digest(*names: str) -> str:
         ToolchainError: the installation is incomplete.
     """
     folder = shipped()
-    files: dict[Path, str] = {}
+    files: dict[str, bytes | None] = {}
     for name in names:
         files |= _closure(folder, name)
     return _digest(files, folder)
 
 
-def _digest(files: Mapping[Path, str], folder: Path) -> str:
+def _digest(files: Mapping[str, bytes | None], folder: Path) -> str:
     import hashlib  # loads OpenSSL, which a call on CPU tensors does not need
 
     digest = hashlib.sha256()
-    for path, text in files.items():
-        digest.update(f"{path.relative_to(folder)}\0{len(text)}\0{text}".encode())
+    for path, content in files.items():
+        if content is not None:
+            name = os.fsencode(os.path.relpath(path, folder))
+            digest.update(b"%b\0%d\0%b" % (name, len(content), content))
     return digest.hexdigest()
 
 
-def _stamp(path: Path) -> _Stamp:
-    status = path.stat()
-    return _Stamp(path, status.st_mtime_ns, status.st_size)
-
-
-def _stamps_hold(stamps: Iterable[_Stamp]) -> bool:
+def _content(path: str) -> bytes | None:
+    """Return what a regular file holds; None where there is none that can be read."""
+    if not os.path.isfile(path):
+        return None
     try:
-        return all(_stamp(stamp.path) == stamp for stamp in stamps)
+        with open(path, "rb", buffering=0) as file:
+            return file.read()
     except OSError:
-        return False
+        return None
 
 
-def _closure(folder: Path, name: str) -> dict[Path, str]:
-    """Return the texts of a file and of everything it includes by quotes, in order of discovery."""
-    files: dict[Path, str] = {}
-    pending = [folder / name]
+def _hold(files: Mapping[str, bytes | None]) -> bool:
+    return all(_content(path) == content for path, content in files.items())
+
+
+def _closure(folder: Path, name: str) -> dict[str, bytes | None]:
+    """Return what a file and all that it may include hold, in order of discovery.
+
+    An include in quotes is looked for beside the file that has it, then in the folder. Whether the
+    preprocessor comes to it is not asked: a file too many in the digest does no harm.
+    """
+    first = folder / name
+    try:
+        of_first = first.read_bytes()
+    except OSError as error:
+        hint = ""
+        if first.parent == folder / _OF_BENCHMARKS:
+            hint = "; the kernels of benchmarks come with a checkout of k3cupy, not with a wheel"
+        raise ToolchainError(f"CUDA source {first} cannot be read ({error}){hint}") from error
+    files: dict[str, bytes | None] = {}
+    pending = [str(first)]
     while pending:
         path = pending.pop()
         if path in files:
             continue
-        try:
-            files[path] = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            hint = ""
-            if path.parent == folder / _OF_BENCHMARKS:
-                hint = (
-                    "; the kernels of benchmarks come with a checkout of k3cupy, not with a wheel"
-                )
-            raise ToolchainError(f"CUDA source {path} cannot be read ({error}){hint}") from error
-        for included in _INCLUDE.findall(files[path]):
-            beside = path.parent / included
-            found = beside if beside.is_file() else folder / included
-            # Links stay links: a folder may hold some.
-            pending.append(Path(os.path.normpath(found)))
+        content = files[path] = of_first if path == str(first) else _content(path)
+        for quoted, angled, macro in _INCLUDE.findall(_SPLICE.sub(b"", content or b"")):
+            if macro:  # which may name any of them
+                pending += sorted(map(str, folder.rglob("*")))
+                continue
+            for place in (os.path.dirname(path), folder) if quoted else (folder,):
+                # Links stay links: a folder may hold some.
+                found = os.path.normpath(os.path.join(place, os.fsdecode(quoted or angled)))
+                pending.append(found)
+                if os.path.isfile(found):
+                    break
     return files

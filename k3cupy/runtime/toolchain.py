@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from k3cupy.runtime.errors import ToolchainError
-from k3cupy.runtime.sources import Source
 from k3cupy.runtime.warn import warn_user
 
 INSTALL_HINT = (
@@ -213,17 +212,6 @@ def program_options(source_directory: Path, arch: str) -> Any:
     """Return the same options for cuda-core's ``Program``, with an architecture as ``"sm_90"``."""
     fields = {option.field: option.value for option in every_option(source_directory)}
     return cuda_core().ProgramOptions(arch=arch, **fields)
-
-
-def program(source: Source, file: str) -> str:
-    """Return the text that either compiler gets for a file of the sources.
-
-    It includes the file by its whole path. NVRTC looks for an include in quotes beside the file
-    that has it, and for those of the program's own text beside the program's *name*: that is the
-    working directory where there is no name, and a temporary folder that is gone by then where
-    CuPy gives one. Whoever puts a header there would have it compiled in place of ours.
-    """
-    return f'// k3cupy {source.digest}\n#include "{source.directory / file}"\n'
 
 
 def nvrtc_version() -> tuple[int, int]:

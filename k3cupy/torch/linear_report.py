@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+from k3cupy.runtime.text import plain, printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -104,22 +105,20 @@ class LinearReport:
     def __rich__(self) -> Table:
         """The table, for ``rich.print``."""
         from rich.table import Table
+        from rich.text import Text
 
         title = f"Low-latency linear: installed in {self.installed} of {len(self)} linear layers"
         table = Table(title=title, title_justify="left")
         for header in ("layer", "count", "N x K", "on", "kernel and its numbers of tokens"):
             table.add_column(header, justify="right" if header == "count" else "left")
         for name, example, count in self._lines():
-            table.add_row(name, str(count), *_cells(example))
+            cells = map(printable, (name, str(count), *_cells(example)))
+            table.add_row(*map(Text, cells))  # in a string rich looks for markup
         return table
 
     def __str__(self) -> str:
         """The table as plain text."""
-        from rich.console import Console
-
-        text = io.StringIO()
-        Console(file=text, width=_WIDTH, color_system=None).print(self)
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+        return plain(self.__rich__(), _WIDTH)
 
     __repr__ = __str__
 

@@ -18,7 +18,7 @@ from k3cupy.choose.table import (
     table_text,
 )
 from k3cupy.runtime.devices import DeviceInfo
-from k3cupy.runtime.errors import reject
+from k3cupy.runtime.errors import reject, shown
 from k3cupy.timing import environment
 
 
@@ -58,7 +58,7 @@ def read_export(path: Path) -> tuple[Mapping[str, Any], tuple[Entry, ...]]:
     try:
         header, problems = parts_of(path.read_text(encoding="utf-8"))
         if header["family"] not in FAMILIES:
-            raise ValueError(f"there is no family {header['family']!r:.100}")
+            raise ValueError(f"there is no family {shown(header['family'])}")
         _ = header["arch"], header["date"], header["sources"]
         entries = tuple(entry_of(name, row) for name, rows in problems.items() for row in rows)
         if header["gpu"] is None or not all(entry.times for entry in entries):

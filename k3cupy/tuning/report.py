@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 from k3cupy.call.choice import LINEAR
 from k3cupy.choose.gemm import FUSED_A, SKINNY
 from k3cupy.choose.table import GEMM, Entry, key_of
+from k3cupy.runtime.text import plain, printable
 from k3cupy.tuning.engine import Measured
 from k3cupy.tuning.targets import Target
 
@@ -53,20 +53,15 @@ class TuneReport:
 
     def __str__(self) -> str:
         """The choice for each problem and size, then what was refused, then where it is kept."""
-        from rich.console import Console
-
-        console = Console(file=io.StringIO(), width=200)
-        with console.capture() as shown:
-            console.print(self._table())
         before, mean = len(self.entries) - self.num_measured, mean_speed_up(self.entries)
         lines = [
-            *map(str.rstrip, shown.get().splitlines()),
+            plain(self._table(), 200),
             f"{self.num_measured} measured now, {before} before with the same kernels"
             + (f"; {mean} on average (geometric mean)" if mean else ""),
             *(f"refused, not recorded: {line}" for line in self.refused),
             f"kept in {self.path}" if self.path else "kept nowhere: see the warning",
         ]
-        return "\n".join(lines)
+        return printable("\n".join(lines))
 
     def _table(self) -> Any:
         from rich.table import Table
