@@ -161,9 +161,10 @@ def _compile(instance: Instance, source: sources.Source, device: int) -> LoadedK
         with devices.current(device):
             info = devices.info(device)
             if info.compute_capability < devices.OLDEST:
+                least = "sm_{}{}".format(*devices.OLDEST)
                 raise ToolchainError(
-                    f"GPU {device}: expected sm_{devices.OLDEST[0]}{devices.OLDEST[1]} or newer, got {info.name}, "
-                    f"which is {info.arch}. Use a newer GPU, or tensors on the CPU"
+                    f"GPU {device}: expected {least} or newer, got {info.name}, which is "
+                    f"{info.arch}. Use a newer GPU, or tensors on the CPU"
                 )
             build = _by_cuda_core if instance.own_arch else _by_cupy
             module, function = build(cupy, instance, source, info.arch)
