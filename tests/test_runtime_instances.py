@@ -180,8 +180,8 @@ def test_all_waiting_threads_get_the_error(gpu: FakeGpu) -> None:
     assert len(gpu.compiled) <= 2
 
 
-class Interrupt(KeyboardInterrupt):
-    """An interrupt of a test, which no runner takes for one of its own."""
+class Interrupt(BaseException):
+    """As KeyboardInterrupt is no Exception, but one that fails a test and does not end them all."""
 
 
 def test_an_interrupt_is_nobody_elses(gpu: FakeGpu) -> None:

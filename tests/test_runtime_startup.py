@@ -193,11 +193,14 @@ def test_case36_no_place_is_one_warning(
 ) -> None:
     pytest.importorskip("cupy")
     process = begin(cache, "cupy", *words, env={"HOME": "/dev/null"}, cwd=tmp_path, count=4)
-    (text,) = end(process, count=4)["said"]
+    found = end(process, count=4)
+    (text,) = found["said"]
     assert text.startswith(f"kernel cache: {told}")
     assert "compiled in memory" in text
     assert "Set CUPY_CACHE_DIR" in text
     assert list(tmp_path.iterdir()) == [], "no folder that is called ~"
+    assert found["CUPY_CACHE_IN_MEMORY"] == "1", "for what CuPy compiles for others, too"
+    assert found["CUPY_CACHE_DIR"] == cache
 
 
 def test_case36_read_only_with_a_filled_cache(tmp_path: Path) -> None:
@@ -215,6 +218,7 @@ def test_case36_read_only_with_a_filled_cache(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cache", ["", "~/kernels"])
 def test_case36_a_home_is_named_by_nothing_or_a_tilde(cache: str, tmp_path: Path) -> None:
     pytest.importorskip("cupy")
-    process = begin(cache, "cupy", env={"HOME": str(tmp_path)})
-    assert end(process)["said"] == []
+    found = end(begin(cache, "cupy", env={"HOME": str(tmp_path)}))
+    assert found["said"] == []
+    assert (found["CUPY_CACHE_DIR"], found["CUPY_CACHE_IN_MEMORY"]) == (cache, None)
     check_folder(tmp_path / (".cupy/kernel_cache" if not cache else "kernels"), 2)
