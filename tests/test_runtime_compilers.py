@@ -6,18 +6,22 @@ needed: CuPy is told its architecture, and what NVRTC gives back is never loaded
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 import struct
+import tempfile
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from toolchain_helpers import FakeGpu, fake_gpu
+from toolchain_helpers import copy_of_sources, fake_gpu, real_compilers, write
 
 from k3cupy.kernels.mla_decode import UNTUNED, Variant
-from k3cupy.runtime import binaries, instances, offline, sources, toolchain
+from k3cupy.runtime import instances, offline, sources, toolchain
+from k3cupy.runtime.errors import CompileError, ToolchainError
 from k3cupy.runtime.instances import Instance
 from k3cupy.runtime.offline import Cubin
 
@@ -73,7 +77,7 @@ def machine_code(cubin: bytes) -> dict[str, bytes]:
     return found
 
 
-def by_cupy(monkeypatch: pytest.MonkeyPatch) -> Compiled:
+def by_cupy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Compiled:
     """Load an instance with CuPy's own chain behind `RawModule`, as far as NVRTC's answer."""
     compiler = pytest.importorskip("cupy").cuda.compiler
     nvrtc = compiler.nvrtc
@@ -93,22 +97,9 @@ def by_cupy(monkeypatch: pytest.MonkeyPatch) -> Compiled:
         def getCUBIN(self, program: Any) -> bytes:
             raise Compiled(self.text, self.options, nvrtc.getCUBIN(program))
 
-    class Cupy(FakeGpu):
-        def raw_module(self, *, code: str, options: Any, name_expressions: Any) -> Any:  # type: ignore[override]
-            compile_it = compiler._compile_module_with_cache
-            return SimpleNamespace(
-                get_function=lambda _: compile_it(code, options, name_expressions=name_expressions)
-            )
-
     with monkeypatch.context() as patch:
-        patch.delenv("CUPY_CACHE_IN_MEMORY", raising=False)
+        real_compilers(patch, tmp_path)
         patch.setattr(compiler, "nvrtc", Nvrtc())
-        patch.setattr(compiler, "_kernel_cache_backend", SimpleNamespace(load=lambda _: None))
-        patch.setattr(compiler, "_get_arch", lambda: ARCH.removeprefix("sm_"))
-        arch_options = compiler._get_arch_for_options_for_nvrtc.__wrapped__
-        patch.setattr(compiler, "_get_arch_for_options_for_nvrtc", arch_options)
-        patch.setattr(toolchain, "cupy", Cupy().cupy)
-        patch.setattr(instances, "_loaded", {})
         with pytest.raises(Compiled) as caught:
             instances.load(ONE, 0)
     return caught.value
@@ -131,8 +122,10 @@ def by_cuda_core(monkeypatch: pytest.MonkeyPatch) -> Compiled:
     return Compiled(text, options, cubin.code)
 
 
-def test_both_compilers_get_the_same_and_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, inspected = by_cupy(monkeypatch), by_cuda_core(monkeypatch)
+def test_both_compilers_get_the_same_and_give_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ours, inspected = by_cupy(monkeypatch, tmp_path), by_cuda_core(monkeypatch)
     assert meaning(ours.options) == meaning(inspected.options)
     assert f"--gpu-architecture={ARCH}" in meaning(ours.options)
     assert ours.text == inspected.text
@@ -150,24 +143,132 @@ def test_the_list_is_what_both_are_fed_from(monkeypatch: pytest.MonkeyPatch) -> 
     folder = Path("/src")
     assert toolchain.options(folder)[-1] == "--use_fast_math"
     pytest.importorskip("cuda.core")
-    flags = meaning(
-        o.decode() for o in toolchain.program_options(folder, "x.cu", ARCH).as_bytes("nvrtc")
-    )
+    flags = meaning(o.decode() for o in toolchain.program_options(folder, ARCH).as_bytes("nvrtc"))
     assert {"--use_fast_math", "--restrict"} <= set(flags)
 
 
-def test_headers_never_come_from_the_working_directory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+OWN = replace(ONE, own_arch=True)
+EACH_COMPILER = pytest.mark.parametrize("instance", [ONE, OWN], ids=["CuPy", "cuda-core"])
+
+
+@EACH_COMPILER
+def test_case06_a_syntax_error_names_its_line_and_leaves_nothing(
+    instance: Instance, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real_compilers(monkeypatch, tmp_path / "cache")
+    path = copy_of_sources(tmp_path) / instance.source
+    good = path.read_text(encoding="utf-8")
+    with sources.source_dir(path.parent):
+        for _ in range(2):
+            write(path, f"this is no C++;\n{good}")
+            with pytest.raises(
+                CompileError, match=rf"(?s){instance.source}\(1\): error: .*this is"
+            ):
+                instances.load(instance, 0)
+            assert not (tmp_path / "cache").exists()
+        write(path, good)
+        instances.load(instance, 0)
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+# Which headers are read (number 6)
+
+
+def poison(folder: Path) -> None:
+    """Put headers of the names of ours where the compiler must not look."""
+    for header in sources.shipped().rglob("*.cuh"):
+        path = folder / header.relative_to(sources.shipped())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("#error this is not the header of the package\n", encoding="utf-8")
+
+
+def full_temporary_folder(patch: pytest.MonkeyPatch, _: Path) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    patch.setattr(tempfile, "TemporaryDirectory", refuse)
+
+
+def somebody_takes_the_temporary_folder(patch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """CuPy compiles as a file of a temporary folder that is gone by then."""
+
+    class Taken:
+        def __enter__(self) -> str:
+            (tmp_path / "gone").mkdir()
+            return str(tmp_path / "gone")
+
+        def __exit__(self, *_: object) -> None:
+            poison(tmp_path / "gone")
+
+    patch.setattr(tempfile, "TemporaryDirectory", Taken)
+
+
+def cache_is_no_folder(_: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "cache").touch()
+
+
+def cache_takes_no_file(patch: pytest.MonkeyPatch, _: Path) -> None:
+    def refuse(*_: Any) -> Any:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    patch.setattr(os, "replace", refuse)
+
+
+MODES: dict[str, Callable[[pytest.MonkeyPatch, Path], None]] = {
+    "on disk": lambda *_: None,
+    "in memory": lambda patch, _: patch.setenv("CUPY_CACHE_IN_MEMORY", "1"),
+    "no cache folder": cache_is_no_folder,
+    "read-only cache": cache_takes_no_file,
+    "full temporary folder": full_temporary_folder,
+    "temporary folder taken": somebody_takes_the_temporary_folder,
+}
+
+
+@pytest.mark.filterwarnings("ignore:kernel cache:RuntimeWarning")
+@pytest.mark.parametrize("mode", MODES)
+@EACH_COMPILER
+def test_case31_headers_never_come_from_the_working_directory(
+    instance: Instance, mode: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Such a binary would be kept under the key of the right headers."""
-    pytest.importorskip("cuda.core")
-    tree, elsewhere = tmp_path / "cuda_src", tmp_path / "elsewhere"
-    for folder, line in ((tree, "using Number = int;"), (elsewhere, "#error not this one")):
-        (folder / "common").mkdir(parents=True)
-        (folder / "common/number.cuh").write_text(line, encoding="utf-8")
-    program = '#include "common/number.cuh"\nextern "C" __global__ void f(Number* x) { *x = 1; }'
-    (tree / "f.cu").write_text(program, encoding="utf-8")
+    gpu = real_compilers(monkeypatch, tmp_path / "cache")
+    elsewhere = tmp_path / "elsewhere"
+    poison(elsewhere)
     monkeypatch.chdir(elsewhere)
+    MODES[mode](monkeypatch, tmp_path)
+    loaded = instances.load(instance, 0)
+    (code,) = gpu.loaded
+    assert code.startswith(b"\x7fELF")
+    assert loaded.function.num_regs == 32
+
+
+@EACH_COMPILER
+def test_case31_nor_when_ours_is_not_there(
+    instance: Instance, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An edited copy without a header is an error, wherever such a header lies."""
+    real_compilers(monkeypatch, tmp_path / "cache")
+    tree = copy_of_sources(tmp_path)
+    (tree / "common/pdl.cuh").unlink()
+    shutil.copytree(sources.shipped(), tmp_path / "elsewhere")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with sources.source_dir(tree), pytest.raises((CompileError, ToolchainError), match=r"pdl\.cuh"):
+        instances.load(instance, 0)
+
+
+def test_case31_an_edited_copy_may_include_as_any_program_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Beside the file, from the folder, the toolkit's; also theirs beside theirs."""
+    pytest.importorskip("cuda.core")
+    tree = tmp_path / "a folder"
+    (tree / "own").mkdir(parents=True)
+    (tree / "own/first.cuh").write_text('#include "second.cuh"\n#include "root.cuh"\n')
+    (tree / "own/second.cuh").write_text("using Number = int;\n")
+    (tree / "root.cuh").write_text("#include <cuda_fp16.h>\n")
+    program = '#include "own/first.cuh"\nextern "C" __global__ void f(Number* x) { *x = 1; }\n'
+    (tree / "f.cu").write_text(program)
+    monkeypatch.chdir(tmp_path)
     with sources.source_dir(tree):
         assert offline.compile_cubin("f.cu", ["f"], ARCH).code.startswith(b"\x7fELF")
 
@@ -188,11 +289,8 @@ def test_meaning_takes_spellings_for_one_and_nothing_else() -> None:
 def test_a_kept_binary_is_of_todays_options(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Binaries for one architecture alone are ours to keep: their key covers the whole list."""
-    own = Instance("fused_a_gemm.cu", "k3cupy::fused_a_gemm<1>", own_arch=True)
-    fake_gpu(monkeypatch)
-    monkeypatch.delenv("CUPY_CACHE_IN_MEMORY", raising=False)
-    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+    """Binaries for one architecture alone are kept under a key that covers the whole list."""
+    fake_gpu(monkeypatch, tmp_path)
     compiled: list[str] = []
 
     def compile_cubin(_: str, names: list[str], arch: str) -> Cubin:
@@ -201,13 +299,12 @@ def test_a_kept_binary_is_of_todays_options(
 
     monkeypatch.setattr(offline, "compile_cubin", compile_cubin)
 
-    def find() -> None:
-        source = sources.load(own.source)
-        with binaries.binary(source, own.source, own.name_expression, "sm_90a", (12, 9)):
-            pass
+    def load_in_a_new_process() -> None:
+        monkeypatch.setattr(instances, "_attempts", {})
+        instances.load(OWN, 0)
 
-    find()
-    find()
+    load_in_a_new_process()
+    load_in_a_new_process()
     assert len(compiled) == 1
     before: Callable[[Path], tuple[toolchain.Option, ...]] = toolchain.every_option
     monkeypatch.setattr(
@@ -218,5 +315,5 @@ def test_a_kept_binary_is_of_todays_options(
             for o in before(folder)
         ),
     )
-    find()
+    load_in_a_new_process()
     assert len(compiled) == 2

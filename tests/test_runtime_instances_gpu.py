@@ -19,7 +19,7 @@ from toolchain_helpers import MAPPINGS, copy_of_sources, edit, write
 
 import k3cupy
 from k3cupy.kernels.mla_decode import Variant
-from k3cupy.runtime import instances
+from k3cupy.runtime import instances, sources
 
 pytestmark = pytest.mark.gpu
 
@@ -102,7 +102,28 @@ def test_case21_a_cache_that_nobody_can_write(folder: str) -> None:
 def test_case21_a_cache_that_cannot_be_made() -> None:
     printed = run_child(_one_right_call, env={"CUPY_CACHE_DIR": "/dev/null/kernels"})
     assert printed.count("kernel cache") == 1
-    assert "cannot create /dev/null/kernels" in printed
+    assert "/dev/null/kernels cannot be used" in printed
+
+
+def test_a_cache_that_others_can_write(tmp_path: Path) -> None:
+    """Neither read nor written; and the same as with a good one comes out."""
+    tmp_path.chmod(0o777)
+    printed = run_child(_one_right_call, env={"CUPY_CACHE_DIR": str(tmp_path)})
+    assert printed.count("kernel cache") == 1
+    assert "has mode 0777" in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_case31_headers_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole call, with poisoned headers where it is made, and no cache."""
+    for header in sources.shipped().rglob("*.cuh"):
+        path = tmp_path / header.relative_to(sources.shipped())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("#error this is not the header of the package\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert run_child(_one_right_call, env={"CUPY_CACHE_IN_MEMORY": "1"}) == ""
 
 
 # Edited sources
@@ -129,7 +150,7 @@ def _syntax_error_then_fix(tree: str) -> None:
 
 def test_case06_a_syntax_error_and_its_fix(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    cache.mkdir()
+    cache.mkdir(mode=0o755)
     tree = copy_of_sources(tmp_path).resolve()
     run_child(_syntax_error_then_fix, str(tree), env={"CUPY_CACHE_DIR": str(cache)})
 

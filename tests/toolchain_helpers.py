@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,8 +25,9 @@ from fake_device import H200
 
 from k3cupy.choose.mla import configs
 from k3cupy.kernels.mla_decode import UNTUNED, MlaDecodeConfig, Variant
-from k3cupy.runtime import binaries, devices, instances, sources, toolchain
-from k3cupy.runtime.offline import ARCHITECTURES, compile_cubin
+from k3cupy.runtime import binaries, devices, instances, offline, sources, toolchain
+from k3cupy.runtime.devices import DeviceInfo
+from k3cupy.runtime.offline import ARCHITECTURES, Cubin, compile_cubin
 
 # --- The instances that a call can reach ---------------------------------------------------------
 
@@ -462,26 +463,53 @@ class FakeRuntimeError(RuntimeError):
 class FakeGpu:
     """The parts of CuPy and cuda-core that `runtime.instances` uses, with a scripted compiler.
 
-    `on_compile` gets the source text and decides: it returns, or raises what CuPy would raise.
+    `on_compile` gets the text of a source and decides: it returns, or raises what CuPy would raise.
+    Whatever it does stands for NVRTC, and for CuPy's own files around it.
     """
 
     on_compile: Callable[[str], None] = lambda _: None
     nvrtc: tuple[int, int] = (12, 9)
     driver: int = 12090
+    gpu: DeviceInfo = H200
     compiled: list[str] = field(default_factory=list)
     in_memory: list[str | None] = field(default_factory=list)
+    loaded: list[bytes] = field(default_factory=list)
     current_device: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
+    others: dict[str, bytes] = field(default_factory=dict)
+    forgotten: int = 0
+
+    def __post_init__(self) -> None:
+        self.compiler = SimpleNamespace(
+            CompileException=FakeCompileError,
+            _kernel_cache_backend=SimpleNamespace(
+                load=self.others.get, save=lambda name, code, _: self.others.update({name: code})
+            ),
+        )
+        self.compiler._set_kernel_cache_backend = lambda backend: setattr(
+            self.compiler, "_kernel_cache_backend", backend
+        )
 
     def cupy(self) -> Any:
         def set_device(index: int) -> None:
             self.current_device = index
 
+        def clear_memo() -> None:
+            self.forgotten += 1
+
         return SimpleNamespace(
             RawModule=self.raw_module,
+            clear_memo=clear_memo,
             cuda=SimpleNamespace(
-                compiler=SimpleNamespace(CompileException=FakeCompileError),
-                driver=SimpleNamespace(CUDADriverError=FakeDriverError),
+                Module=self.module,
+                compiler=self.compiler,
+                driver=SimpleNamespace(
+                    CUDADriverError=FakeDriverError,
+                    CU_FUNC_ATTRIBUTE_NUM_REGS="registers",
+                    CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="shared",
+                    funcGetAttribute=lambda name, kernel: kernel[name],
+                    funcSetAttribute=lambda kernel, name, value: kernel.update({name: value}),
+                ),
                 nvrtc=SimpleNamespace(getVersion=lambda: self.nvrtc),
                 runtime=SimpleNamespace(
                     CUDARuntimeError=FakeRuntimeError,
@@ -494,35 +522,51 @@ class FakeGpu:
         )
 
     def raw_module(
-        self,
-        *,
-        code: str | None = None,
-        path: str | None = None,
-        options: tuple[str, ...] = (),
-        name_expressions: tuple[str, ...] = (),
+        self, *, code: str, options: tuple[str, ...], name_expressions: tuple[str, ...]
     ) -> Any:
         """As CuPy's: building the object does nothing, asking it for a function compiles.
 
-        With a path it reads that file, which is what `on_compile` then gets.
+        Or finds a binary in the cache, unless CUPY_CACHE_IN_MEMORY says not to look.
         """
-        if path is None:
-            assert len(name_expressions) == 1, "one instance a module"
-            assert "--std=c++17" in options
-        text = Path(path).read_text(encoding="utf-8") if path is not None else str(code)
+        assert len(name_expressions) == 1, "one instance a module"
+        assert "--std=c++17" in options
+        path = re.fullmatch(r'// k3cupy [0-9a-f]{64}\n#include "(/[^"\n]+)"\n', code)
+        assert path is not None, "NVRTC gets whole paths alone"
 
         def get_function(name: str) -> Any:
-            assert path is not None or (name,) == name_expressions
+            assert (name,) == name_expressions
+            in_memory = os.environ.get("CUPY_CACHE_IN_MEMORY")
+            facts = repr((code, options, name, self.nvrtc)).encode()
+            key = f"{hashlib.sha1(facts).hexdigest()}.cubin"
+            backend = self.compiler._kernel_cache_backend
+            binary = None if in_memory == "1" else backend.load(key)
+            if binary is None:
+                with self.lock:
+                    self.compiled.append(name)
+                    self.in_memory.append(in_memory)
+                self.on_compile(f"{code}{Path(path[1]).read_text(encoding='utf-8')}")
+                binary = name.encode()
+                if in_memory != "1":
+                    backend.save(key, binary, code)
             with self.lock:
-                self.compiled.append(name)
-                self.in_memory.append(os.environ.get("CUPY_CACHE_IN_MEMORY"))
-            self.on_compile(text)
+                self.loaded.append(binary)
+                number = len(self.loaded)
             return SimpleNamespace(
                 num_regs=32,
-                kernel=SimpleNamespace(ptr=len(self.compiled)),
+                kernel=SimpleNamespace(ptr=number),
                 max_dynamic_shared_size_bytes=49_152,
             )
 
         return SimpleNamespace(get_function=get_function)
+
+    def module(self) -> Any:
+        """A module of a binary that somebody else has compiled."""
+
+        def get_function(symbol: str) -> Any:
+            self.compiled.append(symbol)
+            return SimpleNamespace(ptr={"registers": 32, "shared": 49_152})
+
+        return SimpleNamespace(load=self.loaded.append, get_function=get_function)
 
     def cuda_core(self) -> Any:
         return SimpleNamespace(
@@ -530,31 +574,77 @@ class FakeGpu:
         )
 
 
-def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    """Put a fake in the place of CuPy and cuda-core; nothing that it "compiled" is kept."""
+def fake_gpu(monkeypatch: pytest.MonkeyPatch, cache: Path | None = None) -> FakeGpu:
+    """Put a fake in the place of CuPy and cuda-core; nothing that it "compiled" is kept.
+
+    Or it is, in a folder.
+    """
     fake = FakeGpu()
+    if cache is None:
+        monkeypatch.setattr(binaries, "find", lambda _: None)
+        monkeypatch.setattr(binaries, "keep", lambda *_: None)
+    else:
+        monkeypatch.setenv("CUPY_CACHE_DIR", str(cache))
     monkeypatch.setattr(toolchain, "cupy", fake.cupy)
     monkeypatch.setattr(toolchain, "cuda_core", fake.cuda_core)
     monkeypatch.setattr(toolchain, "include_directory", lambda: "/headers")
     monkeypatch.setattr(toolchain, "header_version", lambda: (12, 9))
-    monkeypatch.setattr(instances, "_loaded", {})
-    monkeypatch.setattr(instances, "_warned", set())
+    monkeypatch.setattr(toolchain, "_warned", set())
+    monkeypatch.setattr(instances, "_attempts", {})
+    monkeypatch.setattr(devices, "info", lambda _: fake.gpu)
+    return fake
+
+
+def real_compilers(monkeypatch: pytest.MonkeyPatch, cache: Path) -> FakeGpu:
+    """CuPy's own compiler and cuda-core's on a GPU that is none: told that it is an H200.
+
+    All is real as far as the driver: what would be loaded is in `loaded`.
+    """
+    compiler = pytest.importorskip("cupy").cuda.compiler
+    pytest.importorskip("cuda.core")
+    names = ("cuda_core", "include_directory", "header_version")
+    real = {name: getattr(toolchain, name) for name in names}
+    fake = fake_gpu(monkeypatch, cache)
+    for name, question in real.items():
+        monkeypatch.setattr(toolchain, name, question)
+    monkeypatch.setattr(toolchain.cuda_core(), "Kernel", fake.cuda_core().Kernel)
+    monkeypatch.delenv("CUPY_CACHE_IN_MEMORY", raising=False)
+
+    class Module:
+        mapping: dict[str, str]
+
+        def load(self, code: bytes) -> None:
+            fake.loaded.append(code)
+
+        def _set_mapping(self, mapping: dict[str, str]) -> None:
+            self.mapping = mapping
+
+    def raw_module(*, code: str, options: Any, name_expressions: Any) -> Any:
+        def get_function(name: str) -> Any:
+            module = compile_it(code, options, name_expressions=name_expressions)
+            assert name in module.mapping
+            return SimpleNamespace(num_regs=32, kernel=SimpleNamespace(ptr=1))
+
+        return SimpleNamespace(get_function=get_function)
+
+    compile_it = compiler._compile_module_with_cache
+    arch_options = compiler._get_arch_for_options_for_nvrtc.__wrapped__
+    monkeypatch.setattr(compiler, "_get_arch", lambda: "90")
+    monkeypatch.setattr(compiler, "_get_arch_for_options_for_nvrtc", arch_options)
+    monkeypatch.setattr(compiler, "function", SimpleNamespace(Module=Module))
+    monkeypatch.setattr(compiler, "_kernel_cache_backend", compiler._kernel_cache_backend)
+    fake.compiler, fake.nvrtc = compiler, compiler.nvrtc.getVersion()
+    fake.raw_module = raw_module  # type: ignore[method-assign]
     return fake
 
 
 @pytest.fixture
-def fake_h200(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeGpu:
+def fake_h200(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     """A fake compiler for a GPU that says it is an H200; also for its own instructions."""
 
-    @contextlib.contextmanager
-    def binary(
-        _source: Any, _file: str, name: str, arch: str, _: Any
-    ) -> Iterator[tuple[Path, str]]:
+    def compile_cubin(_: str, names: list[str], arch: str) -> Cubin:
         assert arch == "sm_90a"
-        path = tmp_path / "own.cubin"
-        write(path, "")
-        yield path, name
+        return Cubin(b"", {name: name for name in names})
 
-    monkeypatch.setattr(devices, "info", lambda _: H200)
-    monkeypatch.setattr(binaries, "binary", binary)
+    monkeypatch.setattr(offline, "compile_cubin", compile_cubin)
     return fake_gpu(monkeypatch)

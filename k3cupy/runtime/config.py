@@ -19,9 +19,6 @@ from k3cupy.runtime.text import printable
 _CUPYS = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")
 """Packages that put the same module there."""
 
-_OLDEST = (8, 0)
-"""The compute capability from which on the kernels run."""
-
 _PACKAGES = (
     "k3cupy",
     *_CUPYS,
@@ -94,8 +91,8 @@ def _backend() -> tuple[str, str, list[str]]:
         found = [devices.info(index) for index in range(devices.count())]
     except ToolchainError as error:
         return "nothing", str(error), []
-    needed = f"sm_{_OLDEST[0]}{_OLDEST[1]}"
-    usable = [i for i in found if i.compute_capability >= _OLDEST]
+    needed = f"sm_{devices.OLDEST[0]}{devices.OLDEST[1]}"
+    usable = [i for i in found if i.compute_capability >= devices.OLDEST]
     names = [
         f"{i.index}: {i.name}, {i.arch}, {i.num_sms} SMs, "
         + (f"PDL {'yes' if i.has_pdl else 'no'}" if i in usable else f"too old: needs {needed}")

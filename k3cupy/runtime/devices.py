@@ -12,6 +12,9 @@ from k3cupy.runtime import toolchain
 from k3cupy.runtime.errors import ToolchainError, reject
 from k3cupy.runtime.tensors import is_integer
 
+OLDEST = (8, 0)
+"""The compute capability from which on the kernels run."""
+
 
 @dataclass(frozen=True)
 class DeviceInfo:

@@ -1,25 +1,22 @@
 """Instances: a source file and a name expression, compiled by CuPy at first use, per GPU.
 
-One instance is one module, so that the first call waits for one kernel only (about 0.1 s). CuPy
-keeps the binary on disk; what is loaded stays here. However many threads ask, one compiles.
+One instance is one module, so that the first call waits for one kernel only (about 0.1 s). The
+binary is kept on disk by ``binaries``; what is loaded stays here. However many threads ask, one
+compiles.
 """
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import os
 import threading
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 from k3cupy.runtime import devices, sources, toolchain
 from k3cupy.runtime.errors import CompileError, ToolchainError
-from k3cupy.runtime.warn import warn_user
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,7 @@ class LoadedKernel:
     Attributes:
         kernel: cuda-core's kernel object, ready to launch.
         device: GPU ordinal.
-        function: CuPy's function object.
+        function: CuPy's function object, or one that reads like it.
         module: CuPy's module, which owns the code.
     """
 
@@ -66,46 +63,55 @@ class LoadedKernel:
                 self.function.max_dynamic_shared_size_bytes = size
 
 
+@dataclass
+class _Attempt:
+    """An instance on a GPU that somebody has asked for; the lock is held while it is compiled."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    loaded: LoadedKernel | None = None
+    error: Exception | None = None
+
+
 _lock = threading.Lock()
 _limit_lock = threading.Lock()
 _memory_cache_lock = threading.Lock()
-_loaded: dict[tuple[int, Instance, str], Future[LoadedKernel]] = {}
-_warned: set[tuple[Path, int | None]] = set()
+_attempts: dict[tuple[int, Instance, str], _Attempt] = {}
 
 
 def load(instance: Instance, device: int) -> LoadedKernel:
     """Return an instance for a GPU; compile or read it from disk where it is not loaded yet.
 
+    Threads that wait for another's compilation get its error too. An interrupt is nobody's but the
+    thread's that it came to: then the next one compiles.
+
     Raises:
         CompileError: NVRTC refused the source.
-        ToolchainError: CuPy, cuda-core or the headers are missing, or the driver refused the
-            binary.
+        ToolchainError: CuPy, cuda-core, NVRTC, the headers or a driver are missing, the GPU is too
+            old, or the driver refused the binary.
     """
-    from concurrent.futures import Future  # slow to import, and CPU tensors need none of this
-
     source = sources.load(instance.source)
     key = (device, instance, source.digest)
     with _lock:
-        future = _loaded.get(key)
-        owner = future is None
-        if future is None:
-            future = _loaded[key] = Future()
-    if owner:
-        try:
-            future.set_result(_compile(instance, source, device))
-        except BaseException as error:
-            with _lock:
-                del _loaded[key]
-            future.set_exception(error)
-    return future.result()
+        attempt = _attempts.setdefault(key, _Attempt())
+    with attempt.lock:
+        if attempt.error is not None:
+            raise attempt.error
+        if attempt.loaded is None:
+            try:
+                attempt.loaded = _compile(instance, source, device)
+            except Exception as error:
+                # The next call tries again. In this order an interrupt leaves no error behind.
+                with _lock:
+                    _attempts.pop(key, None)
+                attempt.error = error
+                raise
+        return attempt.loaded
 
 
 def is_loaded(instance: Instance, device: int) -> bool:
     """Return whether ``load`` would neither compile nor touch the driver."""
-    key = (device, instance, sources.load(instance.source).digest)
-    with _lock:
-        future = _loaded.get(key)
-    return future is not None and future.done() and future.exception() is None
+    attempt = _attempts.get((device, instance, sources.load(instance.source).digest))
+    return attempt is not None and attempt.loaded is not None
 
 
 def load_all(
@@ -126,7 +132,7 @@ def load_all(
     Returns:
         How many instances are ready.
     """
-    from concurrent.futures import ThreadPoolExecutor, as_completed
+    from concurrent.futures import ThreadPoolExecutor, as_completed  # slow to import
 
     wanted = list(dict.fromkeys(instances))
     workers = max_workers or min(16, os.cpu_count() or 1)
@@ -136,94 +142,146 @@ def load_all(
             pool.submit(contextvars.copy_context().run, load, instance, device): instance
             for instance in wanted
         }
-        for future in as_completed(futures):
-            future.result()
-            if on_done is not None:
-                on_done(futures[future])
+        try:
+            for future in as_completed(futures):
+                future.result()
+                if on_done is not None:
+                    on_done(futures[future])
+        except BaseException:  # an interrupt too must not wait for what nobody has begun
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     return len(wanted)
 
 
 def _compile(instance: Instance, source: sources.Source, device: int) -> LoadedKernel:
     cupy = toolchain.cupy()
     core = toolchain.cuda_core()
-    with devices.current(device):
-        try:
-            module, function = _build(cupy, instance, source, device)
-        except cupy.cuda.compiler.CompileException as error:
-            versions = toolchain.describe_versions(tuple(cupy.cuda.nvrtc.getVersion()))
-            raise CompileError(
-                f"{source.directory / instance.source}: NVRTC refused "
-                f"{instance.name_expression}\n{error}\n{versions}"
-            ) from error
-        except (cupy.cuda.driver.CUDADriverError, cupy.cuda.runtime.CUDARuntimeError) as error:
-            raise ToolchainError(
-                f"the driver refused {instance.name_expression} ({error}). Driver "
-                f"{_dotted(toolchain.release(cupy.cuda.runtime.driverGetVersion()))}, NVRTC "
-                f"{_dotted(cupy.cuda.nvrtc.getVersion())}: the driver must be at least "
-                f"as new as NVRTC's major release; {toolchain.INSTALL_HINT}"
-            ) from error
-        return LoadedKernel(
-            kernel=core.Kernel.from_handle(function.kernel.ptr),
-            device=device,
-            function=function,
-            module=module,
-        )
-
-
-def _build(cupy: Any, instance: Instance, source: sources.Source, device: int) -> tuple[Any, Any]:
-    """Return CuPy's module and function; compile in memory where the disk cannot be used."""
+    nvrtc = toolchain.nvrtc_version()
     try:
-        return _build_once(cupy, instance, source, device)
-    except OSError as error:
-        _warn_of_cache(error)
-        with _memory_cache_lock:
-            before = os.environ.get("CUPY_CACHE_IN_MEMORY")
-            os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
-            try:
-                return _build_once(cupy, instance, source, device)
-            finally:
-                if before is None:
-                    del os.environ["CUPY_CACHE_IN_MEMORY"]
-                else:
-                    os.environ["CUPY_CACHE_IN_MEMORY"] = before
+        with devices.current(device):
+            info = devices.info(device)
+            if info.compute_capability < devices.OLDEST:
+                least = "sm_{}{}".format(*devices.OLDEST)
+                raise ToolchainError(
+                    f"GPU {device}: expected {least} or newer, got {info.name}, which is "
+                    f"{info.arch}. Use a newer GPU, or tensors on the CPU"
+                )
+            build = _by_cuda_core if instance.own_arch else _by_cupy
+            module, function = build(cupy, instance, source, info.arch)
+            # Reading an attribute makes the driver load the code now, not at the first launch,
+            # which may happen inside a graph capture.
+            _ = function.num_regs
+            kernel = core.Kernel.from_handle(function.kernel.ptr)
+    except cupy.cuda.compiler.CompileException as error:
+        raise CompileError(
+            f"{source.directory / instance.source}: NVRTC refused "
+            f"{instance.name_expression}\n{error}\n{toolchain.describe_versions(nvrtc)}"
+        ) from error
+    except (cupy.cuda.driver.CUDADriverError, cupy.cuda.runtime.CUDARuntimeError) as error:
+        driver = toolchain.driver_release()
+        if driver is None:  # CUDA's own words for that are those for an old one
+            raise ToolchainError(f"GPU {device}: {toolchain.NO_DRIVER}") from error
+        raise ToolchainError(
+            f"the driver refused {instance.name_expression} ({error}). Driver {_dotted(driver)}, "
+            f"NVRTC {_dotted(nvrtc)}: the driver must be at least as new as NVRTC's major "
+            f"release; {toolchain.INSTALL_HINT}"
+        ) from error
+    return LoadedKernel(kernel=kernel, device=device, function=function, module=module)
 
 
-def _warn_of_cache(error: OSError) -> None:
-    """Warn once for a directory and a kind of error: each error names another temporary file."""
-    directory = toolchain.cache_directory()
-    if (directory, error.errno) in _warned:
-        return
-    _warned.add((directory, error.errno))
-    warn_user(
-        f"kernel cache: {directory} cannot be used ({error}); compiling in memory. Free space "
-        "there, remove the entry that the error names, or set CUPY_CACHE_DIR to a writable "
-        "directory.",
-        RuntimeWarning,
-    )
+def _by_cupy(cupy: Any, instance: Instance, source: sources.Source, _: str) -> tuple[Any, Any]:
+    """Return CuPy's module and function, from the disk cache where they are there."""
+    from k3cupy.runtime import binaries  # slow to import, and CPU tensors need none of this
 
-
-def _build_once(
-    cupy: Any, instance: Instance, source: sources.Source, device: int
-) -> tuple[Any, Any]:
     name = instance.name_expression
-    if not instance.own_arch:
-        options = toolchain.options(source.directory)
+    options = toolchain.options(source.directory)
+
+    def build() -> tuple[Any, Any]:
         module = cupy.RawModule(code=source.text, options=options, name_expressions=(name,))
-        return module, _loaded_function(module, name)
-    from k3cupy.runtime import binaries
+        return module, module.get_function(name)
 
-    arch, nvrtc = f"{devices.info(device).arch}a", tuple(cupy.cuda.nvrtc.getVersion())
-    with binaries.binary(source, instance.source, name, arch, nvrtc) as (path, symbol):
-        module = cupy.RawModule(path=str(path))
-        return module, _loaded_function(module, symbol)
+    try:
+        with binaries.in_place_of_cupys(cupy.cuda.compiler) as asked:
+            built = build()
+    except OSError as error:  # CuPy writes the text to a temporary file
+        toolchain.warn_of_cache(error)
+        asked = binaries.Asked()
+        with _cupy_in_memory():
+            built = build()
+    if not asked.found:
+        _check_unchanged(source, instance.source)
+    for key, content in asked.made.items():
+        binaries.keep(key, content)
+    return built
 
 
-def _loaded_function(module: Any, name: str) -> Any:
-    function = module.get_function(name)
-    # Reading an attribute makes the driver load the code now, not at the first launch, which may
-    # happen inside a graph capture.
-    _ = function.num_regs
-    return function
+@contextlib.contextmanager
+def _cupy_in_memory() -> Iterator[None]:
+    with _memory_cache_lock:
+        before = os.environ.get("CUPY_CACHE_IN_MEMORY")
+        os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ["CUPY_CACHE_IN_MEMORY"]
+            else:
+                os.environ["CUPY_CACHE_IN_MEMORY"] = before
+
+
+def _by_cuda_core(
+    cupy: Any, instance: Instance, source: sources.Source, arch: str
+) -> tuple[Any, Any]:
+    """Return a module and function for one architecture alone, which CuPy's compiler cannot name.
+
+    It names the architecture by itself, without the letter.
+    """
+    import hashlib  # these are slow to import, and CPU tensors need none
+
+    from k3cupy.runtime import binaries, offline
+
+    name, arch = instance.name_expression, f"{arch}a"
+    options = toolchain.every_option(source.directory)
+    facts = (source.digest, instance, arch, toolchain.nvrtc_version(), options)
+    key = hashlib.sha256(repr(facts).encode()).hexdigest()[:40]
+    content = binaries.find(key)
+    if content is None:
+        cubin = offline.compile_cubin(instance.source, [name], arch)
+        content = cubin.symbols[name].encode() + b"\0" + cubin.code
+        _check_unchanged(source, instance.source)
+        binaries.keep(key, content)
+    symbol, _, code = content.partition(b"\0")
+    module = cupy.cuda.Module()
+    module.load(code)
+    return module, _Function(cupy.cuda.driver, module.get_function(symbol.decode()))
+
+
+class _Function:
+    """A function with its attributes, by the names that they have in a function of RawModule."""
+
+    def __init__(self, driver: Any, kernel: Any) -> None:
+        vars(self).update(driver=driver, kernel=kernel)
+
+    def __getattr__(self, name: str) -> Any:
+        return self.driver.funcGetAttribute(self._number(name), self.kernel.ptr)
+
+    def __setattr__(self, name: str, value: int) -> None:
+        self.driver.funcSetAttribute(self.kernel.ptr, self._number(name), value)
+
+    def _number(self, name: str) -> Any:
+        return getattr(self.driver, f"CU_FUNC_ATTRIBUTE_{name.upper()}")
+
+
+def _check_unchanged(source: sources.Source, file: str) -> None:
+    """Refuse what was compiled while the sources changed: it would be kept as another's."""
+    edited = sources.overridden() is not None
+    now = sources.load(file).digest if edited else sources.shipped_digest(file)
+    if now != source.digest:
+        toolchain.cupy().clear_memo()  # or RawModule would give it to whoever has the old text
+        raise ToolchainError(
+            f"{source.directory}: the sources changed while {file} was compiled. Call again, or "
+            "restart the process where the package itself was replaced"
+        )
 
 
 def _dotted(release: Iterable[int]) -> str:

@@ -39,7 +39,7 @@ def compile_cubin(source: str, name_expressions: Sequence[str], arch: str) -> Cu
 
     Raises:
         CompileError: NVRTC refused the source or does not know the architecture.
-        ToolchainError: cuda-core or the headers are missing.
+        ToolchainError: cuda-core, NVRTC or the headers are missing.
 
     Example:
         >>> from k3cupy.kernels.mla_decode import MlaDecodeConfig, Variant
@@ -49,11 +49,13 @@ def compile_cubin(source: str, name_expressions: Sequence[str], arch: str) -> Cu
     """
     core = toolchain.cuda_core()
     loaded = sources.load(source)
-    options = toolchain.program_options(loaded.directory, source, arch)
+    options = toolchain.program_options(loaded.directory, arch)
     try:
         program = core.Program(loaded.text, "c++", options)
         code = program.compile("cubin", name_expressions=list(name_expressions))
-    except Exception as error:  # cuda-core raises classes of cuda-bindings, which may be absent
+    except Exception as error:  # cuda-core raises classes of packages that may be absent
+        if type(error).__name__ == "DynamicLibNotFoundError":  # of cuda-pathfinder
+            raise toolchain.no_nvrtc(error) from error
         log = str(error).rstrip("\0 \n")
         raise CompileError(
             f"{loaded.directory / source}: NVRTC refused it for {arch}\n{log}"

@@ -40,7 +40,11 @@ class Source:
     """A source file ready to compile.
 
     Attributes:
-        text: the file's text behind a comment that holds the digest.
+        text: what either compiler gets: the digest in a comment, and the file by its whole path.
+            NVRTC looks for an include in quotes beside the file that has it, and for those of the
+            text itself beside the program's *name*. That is the working directory where there is
+            no name, and a temporary folder that is gone by then where CuPy gives one: whoever puts
+            a header there would have it compiled in place of ours.
         digest: of the file and of all files it includes, by content.
         directory: the folder that ``#include "common/..."`` is relative to.
     """
@@ -140,9 +144,9 @@ def load(name: str) -> Source:
         known = _loaded.get((folder, name))
         if known is not None and (overridden() is None or _hold(known.files)):
             return known.source
-        files, text = _closure(folder, name)
+        files = _closure(folder, name)
         digest = _digest(files, folder)
-        text = f"// k3cupy {digest}\n#line 1\n{text}"
+        text = f'// k3cupy {digest}\n#include "{folder / name}"\n'
         source = Source(text=text, digest=digest, directory=folder)
         _loaded[folder, name] = _Read(files, source)
         return source
@@ -171,7 +175,7 @@ def shipped_digest(*names: str) -> str:
     folder = shipped()
     files: dict[str, bytes | None] = {}
     for name in names:
-        files |= _closure(folder, name)[0]
+        files |= _closure(folder, name)
     return _digest(files, folder)
 
 
@@ -201,8 +205,8 @@ def _hold(files: Mapping[str, bytes | None]) -> bool:
     return all(_content(path) == content for path, content in files.items())
 
 
-def _closure(folder: Path, name: str) -> tuple[dict[str, bytes | None], str]:
-    """Return what a file and all that it may include hold, in order of discovery, and its text.
+def _closure(folder: Path, name: str) -> dict[str, bytes | None]:
+    """Return what a file and all that it may include hold, in order of discovery.
 
     An include in quotes is looked for beside the file that has it, then in the folder. Whether the
     preprocessor comes to it is not asked: a file too many in the digest does no harm.
@@ -210,8 +214,7 @@ def _closure(folder: Path, name: str) -> tuple[dict[str, bytes | None], str]:
     first = folder / name
     try:
         of_first = first.read_bytes()
-        text = of_first.decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         hint = ""
         if first.parent == folder / _OF_BENCHMARKS:
             hint = "; the kernels of benchmarks come with a checkout of k3cupy, not with a wheel"
@@ -233,4 +236,4 @@ def _closure(folder: Path, name: str) -> tuple[dict[str, bytes | None], str]:
                 pending.append(found)
                 if os.path.isfile(found):
                     break
-    return files, text
+    return files

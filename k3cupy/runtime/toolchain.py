@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
 import re
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,40 +28,88 @@ _import_lock = threading.Lock()
 def cupy() -> Any:
     """Import CuPy.
 
-    CuPy makes its cache directory while it is imported; where that is impossible it would fail, so
-    a temporary directory takes its place, with one warning.
+    CuPy makes its cache folder while it is imported, and does not import where that is impossible.
+    There everything is compiled in memory, by CuPy too, with one warning.
 
     Raises:
         ToolchainError: CuPy is not installed or does not load.
     """
-    with _import_lock:
-        if "cupy" not in sys.modules:
-            _ensure_cache_directory()
+    with _import_lock, _folder_for_cupy():
         try:
             return importlib.import_module("cupy")
         except ImportError as error:
             raise ToolchainError(f"CuPy does not import ({error}); {INSTALL_HINT}") from error
 
 
+def _named_folder() -> str:
+    return os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache"
+
+
 def cache_directory() -> Path:
-    """Return the directory in which CuPy keeps compiled binaries."""
-    return Path(os.environ.get("CUPY_CACHE_DIR", "~/.cupy/kernel_cache")).expanduser()
+    """Return the folder of compiled binaries, which is CuPy's; it need not be there.
 
-
-def _ensure_cache_directory() -> None:
+    Raises:
+        OSError: there is none, because nobody's home is known.
+    """
+    named = _named_folder()
     try:
-        cache_directory().mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError) as error:
-        import tempfile  # only here
+        return Path(named).expanduser()
+    except RuntimeError as error:
+        raise FileNotFoundError(f"{error}") from error
 
-        wanted = os.environ.get("CUPY_CACHE_DIR", "~/.cupy/kernel_cache")
-        os.environ["CUPY_CACHE_DIR"] = tempfile.mkdtemp(prefix="k3cupy-cache-")
-        warn_user(
-            f"kernel cache: cannot create {wanted} ({error}); using "
-            f"{os.environ['CUPY_CACHE_DIR']} for this process. Set CUPY_CACHE_DIR to a writable "
-            "directory to keep compiled kernels.",
-            RuntimeWarning,
-        )
+
+def in_memory() -> bool:
+    """Return whether CUPY_CACHE_IN_MEMORY keeps binaries off the disk, read as CuPy reads it."""
+    try:
+        return int(os.environ.get("CUPY_CACHE_IN_MEMORY") or 0) == 1
+    except ValueError:
+        return False
+
+
+@contextlib.contextmanager
+def _folder_for_cupy() -> Iterator[None]:
+    """Name a folder that is there while CuPy is imported: it takes "" and "~" as they are."""
+    if "cupy" in sys.modules:
+        yield
+        return
+    before = os.environ.get("CUPY_CACHE_DIR")
+    try:
+        folder = cache_directory()
+        make_private(folder)
+    except OSError as error:
+        warn_of_cache(error)
+        os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
+        folder = Path("/")  # which is everywhere, and not used then
+    os.environ["CUPY_CACHE_DIR"] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["CUPY_CACHE_DIR"]
+        else:
+            os.environ["CUPY_CACHE_DIR"] = before
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder where there is none, in which nobody else may write, whatever the umask."""
+    folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+
+
+_warned: set[str] = set()
+
+
+def warn_of_cache(problem: object) -> None:
+    """Warn, once for the folder, that compiled kernels are not kept."""
+    named = _named_folder()
+    if named in _warned:
+        return
+    _warned.add(named)
+    warn_user(
+        f"kernel cache: {named} cannot be used ({problem}); kernels are compiled in memory, by "
+        "each process for itself. Set CUPY_CACHE_DIR to a folder with room that you alone may "
+        "write, or TMPDIR where a temporary file is meant",
+        RuntimeWarning,
+    )
 
 
 @functools.cache
@@ -158,20 +208,10 @@ def options(source_directory: Path) -> tuple[str, ...]:
     return tuple(flag for option in found if not option.cupy_adds for flag in option.flags)
 
 
-def program_options(source_directory: Path, file: str, arch: str) -> Any:
-    """Return the same options for cuda-core's ``Program``.
-
-    The program bears the name of its file: NVRTC looks for an include in quotes beside that first,
-    and without a name in the working directory, whatever lies there.
-
-    Args:
-        source_directory: the folder of the CUDA sources.
-        file: the source in it, as ``"mla_decode.cu"``.
-        arch: for example ``"sm_90"``.
-    """
+def program_options(source_directory: Path, arch: str) -> Any:
+    """Return the same options for cuda-core's ``Program``, with an architecture as ``"sm_90"``."""
     fields = {option.field: option.value for option in every_option(source_directory)}
-    name = str(source_directory / file)
-    return cuda_core().ProgramOptions(name=name, arch=arch, **fields)
+    return cuda_core().ProgramOptions(arch=arch, **fields)
 
 
 def nvrtc_version() -> tuple[int, int]:
@@ -209,10 +249,10 @@ def driver_release() -> tuple[int, int] | None:
     return release(number) if number else None
 
 
-def describe_versions(nvrtc: tuple[int, int] | None) -> str:
+def describe_versions(nvrtc: tuple[int, int]) -> str:
     """Return one sentence on NVRTC and header releases, for a compile error."""
     headers = header_version()
-    if nvrtc is None or headers is None:
+    if headers is None:
         return ""
     text = f"NVRTC {nvrtc[0]}.{nvrtc[1]} with CUDA {headers[0]}.{headers[1]} headers from "
     text += include_directory()
