@@ -208,7 +208,7 @@ def test_case36_read_only_with_a_filled_cache(tmp_path: Path) -> None:
     end(begin(tmp_path))
     before = sorted(tmp_path.iterdir())
     assert end(begin(tmp_path, "read-only"))["said"] == []
-    found = end(begin(tmp_path, "read-only", count=6), count=6)
+    found = end(begin(tmp_path, "read-only", count=6, threads=1), count=6)
     assert len(found["compiled"]) == 4
     (text,) = found["said"]
     assert text.startswith(f"kernel cache: {tmp_path} cannot be used (")

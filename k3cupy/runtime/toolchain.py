@@ -95,15 +95,17 @@ def make_private(folder: Path) -> None:
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
 
 
+_warn_lock = threading.Lock()
 _warned: set[str] = set()
 
 
 def warn_of_cache(problem: object) -> None:
     """Warn, once for the folder, that compiled kernels are not kept."""
     named = _named_folder()
-    if named in _warned:
-        return
-    _warned.add(named)
+    with _warn_lock:
+        if named in _warned:
+            return
+        _warned.add(named)
     warn_user(
         f"kernel cache: {named} cannot be used ({problem}); kernels are compiled in memory, by "
         "each process for itself. Set CUPY_CACHE_DIR to a folder with room that you alone may "
