@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from k3cupy.call.launch import Launch, Parameters
@@ -10,7 +10,7 @@ from k3cupy.constants import CTYPES
 from k3cupy.kernels import Tuned
 from k3cupy.kernels.cache_rows import cache_values, rope_values
 from k3cupy.runtime.devices import DeviceInfo
-from k3cupy.runtime.instances import TEMPLATE_FLAGS, Instance
+from k3cupy.runtime.instances import Instance, instantiation
 from k3cupy.runtime.launch import divisor_constants
 from k3cupy.runtime.tensors import byte_stride
 
@@ -188,21 +188,17 @@ class MlaPrefillConfig(Tuned):
 
     def name_expression(self, variant: Variant) -> str:
         """Return the C++ name of the instance."""
-        arguments = []
+        arguments: list[Any] = []
         if variant.op != KV_CONCAT:  # which copies 16-bit values of either type
             arguments.append(CTYPES[variant.dtype])
         if variant.op in _CACHE_FORMATS:
             arguments.append(f"k3cupy::CacheFormat::{_CACHE_FORMATS[variant.op]}")
         if variant.op in INSERTS:
-            arguments.append(TEMPLATE_FLAGS[variant.rope])
+            arguments.append(variant.rope)
         if variant.op == KV_CONCAT_QUANT:
-            arguments.append(TEMPLATE_FLAGS[variant.k_pe_fp8])
-        arguments += [
-            TEMPLATE_FLAGS[variant.vector],
-            str(self.tasks_per_block),
-            str(self.heads_per_task),
-        ]
-        return f"k3cupy::{FUNCTIONS[variant.op]}<{', '.join(arguments)}>"
+            arguments.append(variant.k_pe_fp8)
+        arguments += [variant.vector, *astuple(self)]
+        return instantiation(FUNCTIONS[variant.op], *arguments)
 
     def instance(self, variant: Variant) -> Instance:
         """Return what ``runtime.instances`` compiles."""
