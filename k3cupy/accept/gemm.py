@@ -129,9 +129,6 @@ def accept(
         limits: of the kernels that may compute it.
         values: the tensors, in the order of the signature's arguments.
         weight_is_static: the promise.
-
-    Raises:
-        TypeError, ValueError: the text names the argument, what was expected and what was found.
     """
     views = signature.arguments.views(values)
     x = views[signature.x]

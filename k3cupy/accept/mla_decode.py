@@ -28,9 +28,6 @@ def accept(values: Values, *, ds_mla: bool, kv_inputs_ready: bool) -> mla.MlaPro
         values: in the order of ``ARGUMENTS``.
         ds_mla: the cache format flag.
         kv_inputs_ready: the promise.
-
-    Raises:
-        TypeError, ValueError: the text names the argument, what was expected and what was found.
     """
     ARGUMENTS.numbers(values)
     given = {name: v for name, v in zip(ARGUMENTS.names, values, strict=True) if v is not None}

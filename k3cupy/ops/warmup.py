@@ -23,15 +23,7 @@ from k3cupy.constants import CTYPES
 from k3cupy.kernels import fused_a_gemm, mla_decode, mla_prefill, skinny_gemm
 from k3cupy.kernels.fused_a_gemm import FusedAGemmConfig
 from k3cupy.kernels.mla_decode import MlaDecodeConfig
-from k3cupy.kernels.mla_prefill import (
-    INSERTS,
-    KEY_CONCAT,
-    KEY_CONCAT_DS_MLA,
-    KV_CONCAT,
-    KV_CONCAT_QUANT,
-    QKV_QUANT,
-    MlaPrefillConfig,
-)
+from k3cupy.kernels.mla_prefill import INSERTS, KV_CONCAT, KV_CONCAT_QUANT, MlaPrefillConfig
 from k3cupy.kernels.skinny_gemm import SkinnyGemmConfig
 from k3cupy.ops import batch_invariance
 from k3cupy.ops.fused_a_gemm import slices
@@ -50,7 +42,7 @@ Wanted = Callable[[DeviceInfo], Iterable[Instance]]
 
 EVERY_CACHE = ("bf16", "fp8", "fp8_ds_mla")
 _CACHES = {"bf16": "same", "fp16": "same", "same": "same", "fp8": "fp8", "fp8_ds_mla": "ds_mla"}
-_INSERTS = {"same": KEY_CONCAT, "fp8": QKV_QUANT, "ds_mla": KEY_CONCAT_DS_MLA}
+_INSERTS = dict(zip(("same", "ds_mla", "fp8"), INSERTS, strict=True))
 _MOST_ROWS = (1 << 31) - 1
 
 
