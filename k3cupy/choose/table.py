@@ -253,7 +253,7 @@ class Table:
         header: the facts of the file: ``gpu`` (None where it is for an architecture), ``arch``,
             ``num_sms``, ``unit``, and how it was measured.
         problems: the names of all problems.
-        entries: problem -> its entries by size.
+        entries: problem -> its entries by size, which ``read`` makes of what JSON has, when asked.
     """
 
     def __init__(
@@ -263,7 +263,6 @@ class Table:
         problems: Mapping[str, Any],
         read: Callable[[str, Any], Mapping[int, Entry]] = Entries,
     ) -> None:
-        """Parse nothing yet; ``read`` makes entries of a problem's name and what JSON has of it."""
         self.origin, self.header, self.problems = origin, header, tuple(problems)
         self.entries = functools.cache(lambda problem: read(problem, problems.get(problem, ())))
 

@@ -87,7 +87,12 @@ def tune(
     named = dict(shapes=shapes, preset=preset, module=module, kinds=kinds, num_heads=num_heads)
     targets = targets_of(op, tokens=tokens, residual=residual, **named)
     job = prepare(targets, again=again, device=device)
-    torch = _torch()
+    try:
+        import torch
+    except ImportError as error:
+        raise ToolchainError("tuning needs PyTorch: pip install torch") from error
+    if not torch.cuda.is_available():
+        raise ToolchainError("tuning needs a CUDA GPU; PyTorch sees none")
     with torch.cuda.device(job.gpu.index), torch.no_grad():
         report = run(job, progress=progress)
     if export is not None:
@@ -215,18 +220,3 @@ def run(job: Job, meter: CudaMeter | None = None, *, progress: bool = True) -> T
     entries = tuple(found[target.key] for target in job.targets if target.key in found)
     count = sum(target.key in found for target in job.todo)
     return TuneReport(job.gpu.name, job.family, entries, count, tuple(refused), path)
-
-
-def _torch() -> Any:
-    """Return PyTorch.
-
-    Raises:
-        ToolchainError: it is missing, or sees no GPU.
-    """
-    try:
-        import torch
-    except ImportError as error:
-        raise ToolchainError("tuning needs PyTorch: pip install torch") from error
-    if not torch.cuda.is_available():
-        raise ToolchainError("tuning needs a CUDA GPU; PyTorch sees none")
-    return torch
