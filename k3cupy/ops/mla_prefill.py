@@ -311,14 +311,7 @@ def _check(given: Given) -> None:
     checks.check_config(given["config"], MlaPrefillConfig)
 
 
-def _run(
-    op: str,
-    inputs: Values,
-    out: Any,
-    stream: Any,
-    pdl: bool | None,
-    config: MlaPrefillConfig | None,
-) -> Any:
+def _run(op: str, inputs: Values, out: Any, stream: Any, pdl: Any, config: Any) -> Any:
     if config is not None or pdl is not None:
         _check(locals())
     values = (*inputs, *SIGNATURES[op].split_out(out))
