@@ -94,12 +94,7 @@ SIGNATURES = {
 
 
 def accept(signature: Signature, values: Values) -> mla.MlaProblem:
-    """Check everything that the host can see of a call of one of the five.
-
-    Args:
-        signature: which of them.
-        values: in the order of its arguments.
-    """
+    """Check everything that the host can see of values in the order of ``signature.arguments``."""
     op, first = signature.op, signature.inputs[0]
     signature.arguments.numbers(values)
     views = signature.arguments.views(values)

@@ -287,24 +287,17 @@ def why_not_mapped(problem: Any, rows: slice) -> str | None:
 
 
 def variant_of(problem: Any, num_tokens: int = 0) -> Variant:
-    """Return what a validated call decides.
-
-    Args:
-        problem: the call.
-        num_tokens: of one launch, where it is another than the call's.
-    """
+    """Return what a validated call decides; of one launch where its tokens are not the call's."""
     aligned, has_residual = problem.slow_reason is None, problem.residual is not None
-    packed = aligned and (problem.is_packed or num_tokens == 1)
+    one_row = 1 in (num_tokens, problem.num_tokens)
+    packed = aligned and (one_row or problem.x.strides[0] == problem.k)
     return Variant(packed, aligned, problem.weight_is_static, has_residual)
 
 
 def launch(problem: Any, config: FusedAGemmConfig, rows: slice) -> Launch:
-    """Return the launch for some rows of a validated call.
+    """Return the launch for some rows of a validated call, at most 64.
 
-    Args:
-        problem: the call.
-        config: ``mapped_x`` only where the copy engine can fetch these rows.
-        rows: at most 64.
+    With ``mapped_x`` only where the copy engine can fetch these rows.
     """
     x, out, residual = problem.x, problem.out, problem.residual
     num_tokens = rows.stop - rows.start
