@@ -35,7 +35,7 @@ from k3cupy.accept.mla_prefill import SIGNATURES, Signature, accept
 from k3cupy.call.arguments import Values
 from k3cupy.call.choice import Choice
 from k3cupy.call.operation import Given, Operation
-from k3cupy.choose.mla import choose_prefill
+from k3cupy.choose.mla import choose
 from k3cupy.kernels import mla_prefill as kernel
 from k3cupy.kernels.mla_prefill import MlaPrefillConfig
 from k3cupy.reference import mla_prefill as reference
@@ -320,7 +320,7 @@ def _run(op: str, inputs: Values, out: Any, stream: Any, pdl: Any, config: Any) 
 
 def _choose(problem: mla.MlaProblem, gpu: DeviceInfo, given: Given) -> Choice:
     tokens, heads = problem.num_tokens, problem.num_heads
-    return choose_prefill(problem.variant, tokens, heads, gpu, given["config"])
+    return choose(kernel.KERNEL, problem.variant, tokens, heads, gpu, given["config"])
 
 
 _REFERENCES: dict[str, Callable[..., None]] = {
