@@ -26,7 +26,6 @@ if TYPE_CHECKING:  # it imports PyTorch
 FAMILY_OF = {"low_latency_linear": GEMM, MLA_DECODE: MLA_DECODE, MLA_PREFILL: MLA_PREFILL}
 """Operation -> its family of kernels."""
 
-_OF_EPILOGUES = ("kinds", "num_heads")
 _NUM_HEADS = 12
 """Of a GPU where eight share the model."""
 
@@ -113,7 +112,7 @@ def targets_of(
     family = FAMILY_OF[op]
     given = {name: value for name, value in named.items() if value is not None}
     for name, value in given.items():
-        if (name in _OF_EPILOGUES) is (family == GEMM):
+        if (name in ("kinds", "num_heads")) is (family == GEMM):
             reject(name, f"None with op={op!r}", repr(value))
     if family != GEMM:
         heads = given.get("num_heads", _NUM_HEADS)
