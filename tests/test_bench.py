@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from k3cupy import projections
 from k3cupy.bench import forms, report
 from k3cupy.choose.gemm import TOKEN_CLASSES
-from k3cupy.choose.mla import choose_prefill
+from k3cupy.choose.mla import choose
 from k3cupy.choose.table import (
     MLA_DECODE,
     MLA_PREFILL,
@@ -115,7 +115,7 @@ def test_the_prefill_page_shows_the_choice_of_the_shipped_table() -> None:
     chosen = MlaPrefillConfig(**renewed["dispatched"])
     device = DeviceInfo(0, "NVIDIA H200", (9, 0), 132, 0)
     variant = mla_prefill.Variant("fused_mla_kv_concat")
-    assert chosen == choose_prefill(variant, 4096, 12, device).config
+    assert chosen == choose("mla_prefill", variant, 4096, 12, device).config
 
 
 def test_bytes_are_counted_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
@@ -15,10 +16,12 @@ from hypothesis import strategies as st
 from toolchain_helpers import MAPPINGS, variants
 
 from k3cupy.choose import cache
-from k3cupy.choose.mla import choose_decode, configs
+from k3cupy.choose.mla import choose, configs
 from k3cupy.choose.table import Table, measured, shipped
 from k3cupy.kernels.mla_decode import CANDIDATES, UNTUNED, MlaDecodeConfig, Variant
 from k3cupy.runtime.devices import DeviceInfo
+
+choose_decode = functools.partial(choose, "mla_decode")
 
 KINDS = sorted({variant.kind for variant in variants()})
 

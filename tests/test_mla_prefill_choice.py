@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 
 import pytest
 
-from k3cupy.choose.mla import choose_prefill, configs
+from k3cupy.choose.mla import choose, configs
 from k3cupy.choose.table import AS_GOOD, Table, measured, parts_of, shipped, table_text
 from k3cupy.kernels.mla_prefill import (
     CANDIDATES,
@@ -18,6 +19,8 @@ from k3cupy.kernels.mla_prefill import (
     Variant,
 )
 from k3cupy.runtime.devices import DeviceInfo
+
+choose_prefill = functools.partial(choose, "mla_prefill")
 
 OP = OPS[0]
 

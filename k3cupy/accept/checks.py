@@ -138,10 +138,7 @@ def check_scale_tensor(name: str, v: TensorView) -> None:
 def misalignment(name: str, v: TensorView, *, strides_are_64_bit: bool = False) -> str | None:
     """Return in words why a tensor's rows cannot be moved by 128-bit accesses, or None.
 
-    Args:
-        name: the argument.
-        v: the tensor.
-        strides_are_64_bit: the kernel takes rows of any distance; else they are within 4 GiB.
+    Rows lie within 4 GiB of one another where the kernel's strides are not of 64 bits.
     """
     if v.size == 0:
         return None

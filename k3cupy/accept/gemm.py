@@ -88,14 +88,12 @@ class GemmProblem(Problem):
         signature: which function was called.
         n: N.
         k: K.
-        is_packed: the rows of x follow one another.
         weight_is_static: the promise.
     """
 
     signature: Signature
     n: int
     k: int
-    is_packed: bool
     weight_is_static: bool
 
     @property
@@ -122,17 +120,7 @@ class GemmProblem(Problem):
 def accept(
     signature: Signature, limits: Limits, values: Values, *, weight_is_static: bool
 ) -> GemmProblem:
-    """Check everything that the host can see.
-
-    Args:
-        signature: which function was called.
-        limits: of the kernels that may compute it.
-        values: the tensors, in the order of the signature's arguments.
-        weight_is_static: the promise.
-
-    Raises:
-        TypeError, ValueError: the text names the argument, what was expected and what was found.
-    """
+    """Check everything that the host can see of values in the order of ``signature.arguments``."""
     views = signature.arguments.views(values)
     x = views[signature.x]
     checks.check_dtype(signature.x, x, limits.dtypes, limits.dtype_hint)
@@ -162,7 +150,6 @@ def accept(
         signature=signature,
         n=n,
         k=k,
-        is_packed=checks.is_packed(x),
         weight_is_static=weight_is_static,
     )
 
@@ -224,13 +211,7 @@ def _check_for_gpu(signature: Signature, views: dict[str, TensorView], num_token
 def check_fused_a_config(
     given: Any, num_tokens: int | None = None, gpu: DeviceInfo | None = None
 ) -> FusedAGemmConfig | None:
-    """Accept None, or a configuration that can compute a call.
-
-    Args:
-        given: by the caller.
-        num_tokens: M, where it is known.
-        gpu: where it is known.
-    """
+    """Accept None, or a configuration that can compute a call, as far as M and GPU are known."""
     config = checks.check_config(given, FusedAGemmConfig)
     if config is None:
         return None
@@ -256,12 +237,7 @@ def check_fused_a_config(
 
 
 def check_skinny_config(given: Any, num_tokens: int | None = None) -> SkinnyGemmConfig | None:
-    """Accept None, or a configuration that can compute a call.
-
-    Args:
-        given: by the caller.
-        num_tokens: M, where it is known and not 0.
-    """
+    """Accept None, or a configuration that can compute a call, where M is known and not 0."""
     config = checks.check_config(given, SkinnyGemmConfig)
     if config is not None and num_tokens and num_tokens != config.num_rows:
         expected = f"num_rows of exactly the {num_tokens} rows of x"

@@ -22,16 +22,7 @@ ARGUMENTS = Arguments((*_REQUIRED, *_SCALES, *mla.ROPE, "out"), _REQUIRED, _SCAL
 
 
 def accept(values: Values, *, ds_mla: bool, kv_inputs_ready: bool) -> mla.MlaProblem:
-    """Check everything that the host can see of a call of the decode epilogue.
-
-    Args:
-        values: in the order of ``ARGUMENTS``.
-        ds_mla: the cache format flag.
-        kv_inputs_ready: the promise.
-
-    Raises:
-        TypeError, ValueError: the text names the argument, what was expected and what was found.
-    """
+    """Check everything that the host can see of values in the order of ``ARGUMENTS``."""
     ARGUMENTS.numbers(values)
     given = {name: v for name, v in zip(ARGUMENTS.names, values, strict=True) if v is not None}
     views = ARGUMENTS.views(values)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from k3cupy.choose.mla import choose_decode, choose_prefill
+from k3cupy.choose.mla import choose
+from k3cupy.choose.table import MLA_DECODE, MLA_PREFILL
 from k3cupy.kernels import mla_decode, mla_prefill
 from k3cupy.runtime.devices import DeviceInfo
 
@@ -122,7 +123,7 @@ def _slashed(times: Iterable[float]) -> str:
 
 def _decode_choice(entry: Entry, gpu: DeviceInfo) -> Any:
     variant = mla_decode.Variant.of_kind(entry["kind"])
-    return choose_decode(variant, entry["tokens"], entry["heads"], gpu).config
+    return choose(MLA_DECODE, variant, entry["tokens"], entry["heads"], gpu).config
 
 
 # --- The prefill and context epilogues -----------------------------------------------------------
@@ -152,7 +153,7 @@ def _prefill_operation(entry: Entry, _: Entry) -> str:
 
 def _prefill_choice(entry: Entry, gpu: DeviceInfo) -> Any:
     variant = mla_prefill.Variant(entry["kind"], rope=entry["rope"])
-    return choose_prefill(variant, entry["tokens"], entry["heads"], gpu).config
+    return choose(MLA_PREFILL, variant, entry["tokens"], entry["heads"], gpu).config
 
 
 # --- The fused-A GEMM ----------------------------------------------------------------------------

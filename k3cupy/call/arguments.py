@@ -54,11 +54,7 @@ class Arguments:
         return found
 
     def numbers(self, values: Values) -> dict[str, float]:
-        """Return the scales that are numbers.
-
-        Raises:
-            ValueError: one is not finite and positive.
-        """
+        """Return the scales that are numbers; what ``scale_number`` refuses is an error."""
         return {
             name: scale_number(name, value)
             for name in self.scales

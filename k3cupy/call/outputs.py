@@ -54,13 +54,7 @@ def allocator(framework: str, shape: tuple[int, ...], dtype: str, device: int | 
 
 
 def finish(framework: str, out: Any, dtype: str) -> Any:
-    """Return an output as the caller's framework has it.
-
-    Args:
-        framework: of the first input.
-        out: from an ``allocator``.
-        dtype: the field's name of the output's type.
-    """
+    """Return what an ``allocator`` made, for the same framework and type, as that one's own."""
     if framework != "jax":
         return out
     jax = importlib.import_module("jax")

@@ -144,9 +144,6 @@ class CudaPlan:
             pdl: with the attribute for programmatic dependent launch.
             verify: what looks at the values first; None for nothing.
             stream: the one that was given, to see whether it captures; None for the current one.
-
-        Raises:
-            CaptureError: a kernel is not loaded and the stream is capturing a graph.
         """
         first = problem.first
         self._arguments, self._problem, self._verify = arguments, problem, verify

@@ -15,8 +15,6 @@ from typing import Any, cast
 from k3cupy.runtime import producers, streams
 from k3cupy.runtime.tensors import ALIGNMENT
 
-_FORWARD_AD = "torch.autograd.forward_ad"
-
 Probe = Callable[[tuple[Any, ...], Any], tuple[list[int], tuple[Any, ...], Any]]
 """(values, stream) -> addresses, signature, and what must live until the memory has been used."""
 
@@ -66,7 +64,7 @@ def _code(names: Sequence[str], required: Collection[str]) -> str:
         "    return any_producer(values, stream)",
         f"if {any_of('{}.is_neg()')} or {any_of('{}.get_device() != gpu', 1)}:",
         "    return any_producer(values, stream)",
-        f"if modules[{_FORWARD_AD!r}]._current_level >= 0:",
+        "if modules['torch.autograd.forward_ad']._current_level >= 0:",
         "    return any_producer(values, stream)",
         f"if modules['torch'].is_grad_enabled() and ({any_of('{}.requires_grad')}):",
         "    return any_producer(values, stream)",

@@ -19,18 +19,10 @@ from k3cupy.runtime.devices import DeviceInfo
 
 
 def _shape(
-    tile_n: int,
-    tile_k: int,
-    warps_k: int,
-    warps_n: int,
-    copy_warps: int,
-    product: str = WARP,
-    mapped_x: bool = False,
+    tile_n: int, tile_k: int, warps_k: int, warps_n: int, copy_warps: int, product: str = WARP
 ) -> FusedAGemmConfig:
     """Return how a tile is cut, before anyone knows its tokens and how deep its rings are."""
-    return FusedAGemmConfig(
-        8, tile_n, tile_k, 2, 2, warps_k, warps_n, 1, copy_warps, product, 0, mapped_x
-    )
+    return FusedAGemmConfig(8, tile_n, tile_k, 2, 2, warps_k, warps_n, 1, copy_warps, product)
 
 
 _FEW_TILE_N, _FEW_WARPS_K = (16, 32, 48, 64), (4, 8)
@@ -65,8 +57,8 @@ _SHAPES: dict[int, tuple[FusedAGemmConfig, ...]] = {
         _shape(64, 128, 4, 1, 2),
         _shape(80, 128, 4, 1, 2),
         _shape(96, 128, 2, 3, 2),
-        _shape(64, 128, 1, 4, 2, WARPGROUP, mapped_x=True),
-        _shape(64, 128, 2, 4, 2, WARPGROUP, mapped_x=True),
+        replace(_shape(64, 128, 1, 4, 2, WARPGROUP), mapped_x=True),
+        replace(_shape(64, 128, 2, 4, 2, WARPGROUP), mapped_x=True),
         _shape(64, 128, 2, 4, 2, WARPGROUP),
         _shape(192, 64, 1, 4, 2, WARPGROUP),
     ),
@@ -113,7 +105,8 @@ def _shapes(
         least = [-(-_even_rows(n, split_k, w, device) // unit) * unit for w in waves]
         tiles = dict.fromkeys(rows for each in least for rows in (each, each + unit))
         for tile_n, warps_k in itertools.product(tiles, _EVEN_WARPS_K):
-            yield _shape(tile_n, _EVEN_TILE_K, warps_k, 4, 2, WARPGROUP_TOKENS, alone)
+            even = _shape(tile_n, _EVEN_TILE_K, warps_k, 4, 2, WARPGROUP_TOKENS)
+            yield replace(even, mapped_x=alone)
 
 
 def _even_rows(n: int, split_k: int, waves: int, device: DeviceInfo) -> int:

@@ -26,31 +26,18 @@ _ROWS_AN_SM = 16
 """Rows that are few: of prefill they give every multiprocessor two blocks of ``FEW_ROWS``."""
 
 
-def choose_decode(
-    variant: mla_decode.Variant,
-    num_tokens: int,
-    num_heads: int,
-    gpu: DeviceInfo,
-    config: Any = None,
+def choose(
+    family: str, variant: Any, num_tokens: int, num_heads: int, gpu: DeviceInfo, config: Any = None
 ) -> Choice:
-    """Return what runs for a call of the decode epilogue.
+    """Return what runs for a call of the decode epilogue, or of a prefill or context epilogue.
 
     ``variant`` is what the arguments decide; a ``config`` that the caller named decides.
     """
-    found = _choose(MLA_DECODE, variant, num_tokens * (num_heads + 1), gpu, config)
+    if family == MLA_PREFILL:
+        return _choose(family, variant, num_tokens * num_heads, gpu, config)
+    found = _choose(family, variant, num_tokens * (num_heads + 1), gpu, config)
     count = -(-num_tokens // mla_decode.MAX_TOKENS_PER_LAUNCH)
     return replace(found, reason=f"{found.reason}; in {count} launches") if count > 1 else found
-
-
-def choose_prefill(
-    variant: mla_prefill.Variant,
-    num_tokens: int,
-    num_heads: int,
-    gpu: DeviceInfo,
-    config: Any = None,
-) -> Choice:
-    """Return what runs for a call of a prefill or context epilogue; arguments as for decode."""
-    return _choose(MLA_PREFILL, variant, num_tokens * num_heads, gpu, config)
 
 
 def _choose(family: str, variant: Any, num_rows: int, gpu: DeviceInfo, config: Any) -> Choice:

@@ -62,10 +62,7 @@ _KEPT = 8192
 _MOST = 10**12
 """Microseconds or rows: what is more nobody measured, and arithmetic might not take it."""
 
-_READERS: Mapping[Any, Callable[[str], Any]] = {
-    "bool": {"0": False, "1": True}.__getitem__,
-    "str": str,
-}
+_READERS: Mapping[Any, Any] = {"bool": {"0": False, "1": True}.__getitem__, "str": str}
 """Type of a field -> what reads it; all others are integers."""
 
 
@@ -230,13 +227,11 @@ class Entries(Mapping[int, Entry]):
     """The entries of a problem by size, each parsed when it is asked for."""
 
     def __init__(self, problem: str, rows: Iterable[Any]) -> None:
-        self._problem, self._rows = problem, {row["size"]: row for row in rows}
-        self._parsed: dict[int, Entry] = {}
+        self._rows = by_size = {row["size"]: row for row in rows}
+        self._entry = functools.cache(lambda size: entry_of(problem, by_size[size]))
 
     def __getitem__(self, size: int) -> Entry:
-        if size not in self._parsed:
-            self._parsed[size] = entry_of(self._problem, self._rows[size])
-        return self._parsed[size]
+        return self._entry(size)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._rows)
@@ -253,7 +248,7 @@ class Table:
         header: the facts of the file: ``gpu`` (None where it is for an architecture), ``arch``,
             ``num_sms``, ``unit``, and how it was measured.
         problems: the names of all problems.
-        entries: problem -> its entries by size.
+        entries: problem -> its entries by size, which ``read`` makes of what JSON has, when asked.
     """
 
     def __init__(
@@ -263,7 +258,6 @@ class Table:
         problems: Mapping[str, Any],
         read: Callable[[str, Any], Mapping[int, Entry]] = Entries,
     ) -> None:
-        """Parse nothing yet; ``read`` makes entries of a problem's name and what JSON has of it."""
         self.origin, self.header, self.problems = origin, header, tuple(problems)
         self.entries = functools.cache(lambda problem: read(problem, problems.get(problem, ())))
 

@@ -9,12 +9,7 @@ from k3cupy.runtime.tensors import byte_stride
 
 
 def cache_values(problem: Any, num_tokens: int) -> dict[str, int]:
-    """Return what tells where a token's cache row is.
-
-    Args:
-        problem: a validated call with ``kv_cache`` and ``slot_mapping``.
-        num_tokens: of the launch.
-    """
+    """Return what tells where a token's cache row is, for a launch of some tokens of a call."""
     views = problem.views
     block_size = max(views["kv_cache"].shape[1], 1)
     magic, shift = divisor_constants(block_size)

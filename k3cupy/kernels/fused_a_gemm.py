@@ -9,7 +9,7 @@ from k3cupy.call.launch import Launch, Parameters
 from k3cupy.kernels import Tuned
 from k3cupy.runtime import tensor_maps
 from k3cupy.runtime.devices import DeviceInfo
-from k3cupy.runtime.instances import TEMPLATE_FLAGS, Instance
+from k3cupy.runtime.instances import Instance, instantiation
 from k3cupy.runtime.tensor_maps import Box
 from k3cupy.runtime.tensors import byte_stride, row_stride
 
@@ -243,12 +243,10 @@ class FusedAGemmConfig(Tuned):
         """Return the C++ name of the instance."""
         *template, product, _block_rows, _mapped_x = astuple(self)  # rows are a kernel's argument
         template.append(f"k3cupy::Product::{_PRODUCTS[product]}")
-        flags = [variant.weight_is_static, variant.has_residual]
-        mapped = self.mapped_x and variant.aligned_x
-        if not mapped:
-            flags = [variant.packed, variant.aligned_x, *flags]
-        arguments = [*map(str, template), *[TEMPLATE_FLAGS[flag] for flag in flags]]
-        return f"k3cupy::fused_a_gemm{'_mapped_x' if mapped else ''}<{', '.join(arguments)}>"
+        flags = variant.weight_is_static, variant.has_residual
+        if self.mapped_x and variant.aligned_x:
+            return instantiation("fused_a_gemm_mapped_x", *template, *flags)
+        return instantiation("fused_a_gemm", *template, variant.packed, variant.aligned_x, *flags)
 
     def instance(self, variant: Variant) -> Instance:
         """Return what ``runtime.instances`` compiles.
@@ -289,24 +287,17 @@ def why_not_mapped(problem: Any, rows: slice) -> str | None:
 
 
 def variant_of(problem: Any, num_tokens: int = 0) -> Variant:
-    """Return what a validated call decides.
-
-    Args:
-        problem: the call.
-        num_tokens: of one launch, where it is another than the call's.
-    """
+    """Return what a validated call decides; of one launch where its tokens are not the call's."""
     aligned, has_residual = problem.slow_reason is None, problem.residual is not None
-    packed = aligned and (problem.is_packed or num_tokens == 1)
+    one_row = 1 in (num_tokens, problem.num_tokens)
+    packed = aligned and (one_row or problem.x.strides[0] == problem.k)
     return Variant(packed, aligned, problem.weight_is_static, has_residual)
 
 
 def launch(problem: Any, config: FusedAGemmConfig, rows: slice) -> Launch:
-    """Return the launch for some rows of a validated call.
+    """Return the launch for some rows of a validated call, at most 64.
 
-    Args:
-        problem: the call.
-        config: ``mapped_x`` only where the copy engine can fetch these rows.
-        rows: at most 64.
+    With ``mapped_x`` only where the copy engine can fetch these rows.
     """
     x, out, residual = problem.x, problem.out, problem.residual
     num_tokens = rows.stop - rows.start

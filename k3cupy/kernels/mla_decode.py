@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from k3cupy.call.launch import Launch, Parameters
@@ -10,7 +10,7 @@ from k3cupy.constants import CHUNK_ELEMENTS, CTYPES, KV_LORA_RANK, LATENT_DIM
 from k3cupy.kernels import Tuned
 from k3cupy.kernels.cache_rows import cache_values, rope_values
 from k3cupy.runtime.devices import DeviceInfo
-from k3cupy.runtime.instances import TEMPLATE_FLAGS, Instance
+from k3cupy.runtime.instances import Instance, instantiation
 from k3cupy.runtime.launch import divisor_constants
 from k3cupy.runtime.tensors import byte_stride
 
@@ -117,15 +117,10 @@ class MlaDecodeConfig(Tuned):
 
     def name_expression(self, variant: Variant) -> str:
         """Return the C++ name of the instance."""
-        flags = [variant.rope, variant.kv_inputs_ready, variant.vector]
-        arguments = [
-            CTYPES[variant.dtype],
-            TEMPLATE_FLAGS[variant.query_fp8],
-            f"k3cupy::CacheFormat::{_CACHE_FORMATS[variant.cache]}",
-            *(TEMPLATE_FLAGS[flag] for flag in flags),
-            *(str(n) for n in (self.split, self.block_size, self.chunks_per_thread)),
-        ]
-        return f"k3cupy::mla_decode_epilogue<{', '.join(arguments)}>"
+        cache = f"k3cupy::CacheFormat::{_CACHE_FORMATS[variant.cache]}"
+        formats = CTYPES[variant.dtype], variant.query_fp8, cache
+        flags = variant.rope, variant.kv_inputs_ready, variant.vector
+        return instantiation("mla_decode_epilogue", *formats, *flags, *astuple(self))
 
     def instance(self, variant: Variant) -> Instance:
         """Return what ``runtime.instances`` compiles."""

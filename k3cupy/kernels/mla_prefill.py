@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from k3cupy.call.launch import Launch, Parameters
@@ -10,7 +10,7 @@ from k3cupy.constants import CTYPES
 from k3cupy.kernels import Tuned
 from k3cupy.kernels.cache_rows import cache_values, rope_values
 from k3cupy.runtime.devices import DeviceInfo
-from k3cupy.runtime.instances import TEMPLATE_FLAGS, Instance
+from k3cupy.runtime.instances import Instance, instantiation
 from k3cupy.runtime.launch import divisor_constants
 from k3cupy.runtime.tensors import byte_stride
 
@@ -123,25 +123,6 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Grid:
-    """The numbers of one launch.
-
-    Attributes:
-        groups: tasks that a token's heads make.
-        num_tasks: tasks of all tokens.
-        row_blocks: blocks that work on tasks.
-        cache_blocks: blocks that write cache rows.
-        tokens_per_block: tokens of a cache block; as many as its warps where each has one.
-    """
-
-    groups: int
-    num_tasks: int
-    row_blocks: int
-    cache_blocks: int
-    tokens_per_block: int
-
-
-@dataclass(frozen=True)
 class MlaPrefillConfig(Tuned):
     """How threads are mapped to the rows.
 
@@ -165,44 +146,42 @@ class MlaPrefillConfig(Tuned):
         of_a_task = _THREADS_OF_A_TASK[variant.op] + (_TURNING_THREADS if turns_query else 0)
         return self.tasks_per_block * of_a_task
 
-    def grid(self, variant: Variant, num_tokens: int, num_heads: int, num_sms: int) -> Grid:
-        """Return the numbers of a launch.
+    def grid(
+        self, variant: Variant, num_tokens: int, num_heads: int, num_sms: int
+    ) -> tuple[int, dict[str, int]]:
+        """Return the blocks of a launch, and its numbers by the kernel's parameters.
 
         Many tokens are spread over two cache blocks a multiprocessor; a block reads every later
-        slot, so there should not be many more.
+        slot, so there should not be many more. Of few tokens each warp of a cache block has one.
         """
         groups = -(-num_heads // self.heads_per_task)
         num_tasks = num_tokens * groups
+        row_blocks = -(-num_tasks // self.tasks_per_block)
+        numbers = {"num_tasks": num_tasks, "groups": groups}
+        if variant.op not in INSERTS:
+            return row_blocks, numbers
         warps = self.threads(variant) // 32
         tokens = warps
         if num_tokens > _SEARCH_TOKENS:
             spread = -(-num_tokens // (_CACHE_BLOCKS_AN_SM * num_sms))
             tokens = min(max(-(-spread // warps), 2) * warps, _MAX_TOKENS_OF_A_BLOCK)
-        return Grid(
-            groups=groups,
-            num_tasks=num_tasks,
-            row_blocks=-(-num_tasks // self.tasks_per_block),
-            cache_blocks=-(-num_tokens // tokens) if variant.op in INSERTS else 0,
-            tokens_per_block=tokens,
-        )
+        cache_blocks = -(-num_tokens // tokens)
+        numbers |= {"cache_blocks": cache_blocks, "tokens_per_block": tokens}
+        return row_blocks + cache_blocks, numbers
 
     def name_expression(self, variant: Variant) -> str:
         """Return the C++ name of the instance."""
-        arguments = []
+        arguments: list[Any] = []
         if variant.op != KV_CONCAT:  # which copies 16-bit values of either type
             arguments.append(CTYPES[variant.dtype])
         if variant.op in _CACHE_FORMATS:
             arguments.append(f"k3cupy::CacheFormat::{_CACHE_FORMATS[variant.op]}")
         if variant.op in INSERTS:
-            arguments.append(TEMPLATE_FLAGS[variant.rope])
+            arguments.append(variant.rope)
         if variant.op == KV_CONCAT_QUANT:
-            arguments.append(TEMPLATE_FLAGS[variant.k_pe_fp8])
-        arguments += [
-            TEMPLATE_FLAGS[variant.vector],
-            str(self.tasks_per_block),
-            str(self.heads_per_task),
-        ]
-        return f"k3cupy::{FUNCTIONS[variant.op]}<{', '.join(arguments)}>"
+            arguments.append(variant.k_pe_fp8)
+        arguments += [variant.vector, *astuple(self)]
+        return instantiation(FUNCTIONS[variant.op], *arguments)
 
     def instance(self, variant: Variant) -> Instance:
         """Return what ``runtime.instances`` compiles."""
@@ -232,14 +211,13 @@ def variant_of(problem: Any) -> Variant:
 def launches(problem: Any, config: MlaPrefillConfig, gpu: DeviceInfo) -> list[Launch]:
     """Return the launch of a validated call."""
     views, variant = problem.views, problem.variant
-    grid = config.grid(variant, problem.num_tokens, problem.num_heads, gpu.num_sms)
+    blocks, numbers = config.grid(variant, problem.num_tokens, problem.num_heads, gpu.num_sms)
     parameters = PARAMETERS[FUNCTIONS[variant.op]]
     names = parameters.types
-    magic, shift = divisor_constants(grid.groups)
+    magic, shift = divisor_constants(numbers["groups"])
     values: dict[str, Any] = {
-        "num_tasks": grid.num_tasks,
+        **numbers,
         "num_heads": problem.num_heads,
-        "groups": grid.groups,
         "groups_magic": magic,
         "groups_shift": shift,
         "k_pe_stride": byte_stride(views["k_pe"], 0),
@@ -250,8 +228,6 @@ def launches(problem: Any, config: MlaPrefillConfig, gpu: DeviceInfo) -> list[La
             values[f"{name}_head_stride"] = byte_stride(views[name], 1)
     if variant.op in INSERTS:
         values |= {
-            "cache_blocks": grid.cache_blocks,
-            "tokens_per_block": grid.tokens_per_block,
             "kv_c_normed_stride": byte_stride(views["kv_c_normed"], 0),
             **cache_values(problem, problem.num_tokens),
             **rope_values(problem),
@@ -266,7 +242,7 @@ def launches(problem: Any, config: MlaPrefillConfig, gpu: DeviceInfo) -> list[La
             values=values,
             addresses={name: (name, 0) for name in views if name in names} | outputs,
             numbers={name.replace("_inv", "_value"): name for name in scales if name not in views},
-            grid=grid.row_blocks + grid.cache_blocks,
+            grid=blocks,
             block=config.threads(variant),
             strides_are_64_bit=not variant.vector,
         )

@@ -9,7 +9,7 @@ from k3cupy.call.launch import Launch, Parameters
 from k3cupy.constants import CTYPES
 from k3cupy.kernels import Tuned
 from k3cupy.runtime.devices import DeviceInfo
-from k3cupy.runtime.instances import TEMPLATE_FLAGS, Instance
+from k3cupy.runtime.instances import Instance, instantiation
 from k3cupy.runtime.tensors import row_stride
 
 KERNEL, SOURCE = "skinny", "skinny_gemm.cu"
@@ -126,14 +126,10 @@ class SkinnyGemmConfig(Tuned):
 
     def name_expression(self, variant: Variant) -> str:
         """Return the C++ name of the instance."""
-        flags = (variant.aligned_x, variant.has_residual, variant.weight_is_static)
-        arguments = [
-            CTYPES[variant.dtype],
-            *map(str, astuple(self)),
-            str(self.blocks_per_sm if variant.aligned_x else 1),
-            *[TEMPLATE_FLAGS[flag] for flag in flags],
-        ]
-        return f"k3cupy::skinny_gemm<{', '.join(arguments)}>"
+        flags = variant.aligned_x, variant.has_residual, variant.weight_is_static
+        resident = self.blocks_per_sm if variant.aligned_x else 1
+        dtype = CTYPES[variant.dtype]
+        return instantiation("skinny_gemm", dtype, *astuple(self), resident, *flags)
 
     def instance(self, variant: Variant) -> Instance:
         """Return what ``runtime.instances`` compiles."""

@@ -13,9 +13,6 @@ from k3cupy.runtime.text import printable
 
 logger = logging.getLogger("k3cupy.dispatch")
 
-_MANY = MAX_TOKENS + 1
-"""Stands for every number of tokens beyond what one launch takes."""
-
 _MOST_ROWS, _OTHERS = 1000, "whatever came after the first 1000 rows, together"
 
 
@@ -108,7 +105,7 @@ def counter_of(choice: Choice, n: int, k: int, num_tokens: int) -> Counter:
 
     Shapes have no end, rows have.
     """
-    key = choice, n, k, min(num_tokens, _MANY)
+    key = choice, n, k, min(num_tokens, MAX_TOKENS + 1)
     with _lock:
         if key not in counters and len(counters) >= _MOST_ROWS:
             key = Choice(choice.kernel, None, _OTHERS, runs_on=choice.runs_on), 0, 0, 0

@@ -9,8 +9,6 @@ from k3cupy.runtime import producers, streams
 from k3cupy.runtime.errors import reject
 from k3cupy.runtime.tensors import pytorch
 
-_ARRAYS = ("numpy", "cupy", "jax")
-
 
 def linear(x: Any, weight: Any, residual: Any, stream: Any) -> Any:
     """Return ``x @ weight.T (+ residual)`` of the framework that the tensors come from.
@@ -33,7 +31,7 @@ def linear(x: Any, weight: Any, residual: Any, stream: Any) -> Any:
         views["residual"] = producers.view(residual, "residual")
     framework = views["x"].framework
     for name, v in views.items():
-        if v.framework != framework or framework not in _ARRAYS:
+        if v.framework != framework or framework not in ("numpy", "cupy", "jax"):
             frameworks = "PyTorch, CuPy, NumPy or JAX"
             expected = f"a tensor of {frameworks} like the others, for its linear has to run here"
             hint = "explain_low_latency_gemm says why no kernel runs"

@@ -208,11 +208,9 @@ def _launches(problem: GemmProblem, config: FusedAGemmConfig, gpu: DeviceInfo) -
     for rows in slices(problem.num_tokens):
         count = rows.stop - rows.start
         if count < min(problem.num_tokens, MAX_TOKENS):  # the rest behind whole slices
-            why_not = kernel.why_not_mapped(problem, rows)
-            n, k = problem.n, problem.k
-            config = choose(
-                (FUSED_A,), n, k, count, gpu, batch_invariant=True, why_not_mapped=why_not
-            ).config
+            size, why_not = (problem.n, problem.k, count), kernel.why_not_mapped(problem, rows)
+            rest = choose((FUSED_A,), *size, gpu, batch_invariant=True, why_not_mapped=why_not)
+            config = rest.config
         found.append(kernel.launch(problem, config, rows))
     return found
 

@@ -179,9 +179,6 @@ def select_backend(
 
 # --- A call --------------------------------------------------------------------------------------
 
-_Route = tuple[Counter, Plan | None]
-"""What calls of one signature count, and run; None for the framework's linear."""
-
 _routes = PlanCache()
 
 
@@ -217,7 +214,8 @@ def _run(values: Values, batch_invariant: Any, weight_is_static: Any, stream: An
 
 def _make_route(
     values: Values, batch_invariant: bool, weight_is_static: bool, stream: Any
-) -> _Route:
+) -> tuple[Counter, Plan | None]:
+    """Return what calls of one signature count, and run; None for the framework's linear."""
     problem, choice = _decide(values, batch_invariant, weight_is_static)
     if problem is None or choice.kernel == FRAMEWORK:
         return _counter_of(choice, values), None

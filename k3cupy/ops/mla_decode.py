@@ -9,7 +9,7 @@ from k3cupy.accept.checks import OPTIONAL_BOOL
 from k3cupy.call.arguments import Values
 from k3cupy.call.choice import Choice
 from k3cupy.call.operation import Given, Operation
-from k3cupy.choose.mla import choose_decode
+from k3cupy.choose.mla import choose
 from k3cupy.kernels import mla_decode as kernel
 from k3cupy.kernels.mla_decode import MlaDecodeConfig
 from k3cupy.reference.mla_decode import mla_decode_reference
@@ -140,7 +140,7 @@ def _accept(values: Values, given: Given) -> mla.MlaProblem:
 
 def _choose(problem: mla.MlaProblem, gpu: DeviceInfo, given: Given) -> Choice:
     tokens, heads = problem.num_tokens, problem.num_heads
-    return choose_decode(problem.variant, tokens, heads, gpu, given["config"])
+    return choose(kernel.KERNEL, problem.variant, tokens, heads, gpu, given["config"])
 
 
 def _compute(problem: mla.MlaProblem, arrays: dict[str, Any]) -> None:

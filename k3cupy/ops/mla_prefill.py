@@ -35,17 +35,9 @@ from k3cupy.accept.mla_prefill import SIGNATURES, Signature, accept
 from k3cupy.call.arguments import Values
 from k3cupy.call.choice import Choice
 from k3cupy.call.operation import Given, Operation
-from k3cupy.choose.mla import choose_prefill
+from k3cupy.choose.mla import choose
 from k3cupy.kernels import mla_prefill as kernel
-from k3cupy.kernels.mla_prefill import (
-    KEY_CONCAT,
-    KEY_CONCAT_DS_MLA,
-    KV_CONCAT,
-    KV_CONCAT_QUANT,
-    OPS,
-    QKV_QUANT,
-    MlaPrefillConfig,
-)
+from k3cupy.kernels.mla_prefill import MlaPrefillConfig
 from k3cupy.reference import mla_prefill as reference
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import reject
@@ -105,7 +97,7 @@ def fused_mla_key_concat_kv_cache_insert(
         torch.Size([3, 12, 192])
     """
     inputs = (q, k_nope, k_pe, kv_c_normed, kv_cache, slot_mapping, positions, cos_sin_cache)
-    return _run(KEY_CONCAT, inputs, out, stream, pdl, config)
+    return _run(kernel.KEY_CONCAT, inputs, out, stream, pdl, config)
 
 
 def fused_mla_key_concat_ds_mla_insert(
@@ -146,7 +138,7 @@ def fused_mla_key_concat_ds_mla_insert(
         torch.Size([3, 12, 192])
     """
     inputs = (q, k_nope, k_pe, kv_c_normed, kv_cache, slot_mapping, positions, cos_sin_cache)
-    return _run(KEY_CONCAT_DS_MLA, inputs, out, stream, pdl, config)
+    return _run(kernel.KEY_CONCAT_DS_MLA, inputs, out, stream, pdl, config)
 
 
 def fused_mla_qkv_quant_kv_cache_fp8_insert(
@@ -214,7 +206,7 @@ def fused_mla_qkv_quant_kv_cache_fp8_insert(
         *(q, k_nope, k_pe, kv_c_normed, v, kv_cache, slot_mapping),
         *(q_scale_inv, k_scale_inv, v_scale_inv, cache_scale_inv, positions, cos_sin_cache),
     )
-    return _run(QKV_QUANT, inputs, out, stream, pdl, config)
+    return _run(kernel.QKV_QUANT, inputs, out, stream, pdl, config)
 
 
 def fused_mla_kv_concat(
@@ -245,7 +237,7 @@ def fused_mla_kv_concat(
         >>> k3cupy.fused_mla_kv_concat(kv[..., :128], kv[:, 0, :64]).shape
         torch.Size([3, 12, 192])
     """
-    return _run(KV_CONCAT, (k_nope, k_pe), out, stream, pdl, config)
+    return _run(kernel.KV_CONCAT, (k_nope, k_pe), out, stream, pdl, config)
 
 
 def fused_mla_kv_concat_quant_fp8(
@@ -284,7 +276,7 @@ def fused_mla_kv_concat_quant_fp8(
         >>> k8.shape, v8.shape
         (torch.Size([3, 12, 192]), torch.Size([3, 12, 128]))
     """
-    return _run(KV_CONCAT_QUANT, (k_nope, k_pe, v), out, stream, pdl, config)
+    return _run(kernel.KV_CONCAT_QUANT, (k_nope, k_pe, v), out, stream, pdl, config)
 
 
 def explain_mla_prefill(op: str, /, *args: Any, **kwargs: Any) -> Choice:
@@ -303,8 +295,8 @@ def explain_mla_prefill(op: str, /, *args: Any, **kwargs: Any) -> Choice:
         >>> print(k3cupy.explain_mla_prefill("fused_mla_kv_concat", kv[..., :128], kv[:, 0, :64]))
         mla_prefill on the CPU: the tensors are on the CPU
     """
-    if op not in OPS:
-        reject("op", " or ".join(map(repr, OPS)), repr(op))
+    if op not in SIGNATURES:
+        reject("op", " or ".join(map(repr, SIGNATURES)), repr(op))
 
     def prepare(given: dict[str, Any]) -> None:
         _check(given)
@@ -319,14 +311,7 @@ def _check(given: Given) -> None:
     checks.check_config(given["config"], MlaPrefillConfig)
 
 
-def _run(
-    op: str,
-    inputs: Values,
-    out: Any,
-    stream: Any,
-    pdl: bool | None,
-    config: MlaPrefillConfig | None,
-) -> Any:
+def _run(op: str, inputs: Values, out: Any, stream: Any, pdl: Any, config: Any) -> Any:
     if config is not None or pdl is not None:
         _check(locals())
     values = (*inputs, *SIGNATURES[op].split_out(out))
@@ -335,15 +320,15 @@ def _run(
 
 def _choose(problem: mla.MlaProblem, gpu: DeviceInfo, given: Given) -> Choice:
     tokens, heads = problem.num_tokens, problem.num_heads
-    return choose_prefill(problem.variant, tokens, heads, gpu, given["config"])
+    return choose(kernel.KERNEL, problem.variant, tokens, heads, gpu, given["config"])
 
 
 _REFERENCES: dict[str, Callable[..., None]] = {
-    KEY_CONCAT: reference.key_concat_reference,
-    KEY_CONCAT_DS_MLA: functools.partial(reference.key_concat_reference, ds_mla=True),
-    QKV_QUANT: reference.qkv_quant_reference,
-    KV_CONCAT: reference.kv_concat_reference,
-    KV_CONCAT_QUANT: reference.kv_concat_quant_reference,
+    kernel.KEY_CONCAT: reference.key_concat_reference,
+    kernel.KEY_CONCAT_DS_MLA: functools.partial(reference.key_concat_reference, ds_mla=True),
+    kernel.QKV_QUANT: reference.qkv_quant_reference,
+    kernel.KV_CONCAT: reference.kv_concat_reference,
+    kernel.KV_CONCAT_QUANT: reference.kv_concat_quant_reference,
 }
 
 

@@ -23,15 +23,7 @@ from k3cupy.constants import CTYPES
 from k3cupy.kernels import fused_a_gemm, mla_decode, mla_prefill, skinny_gemm
 from k3cupy.kernels.fused_a_gemm import FusedAGemmConfig
 from k3cupy.kernels.mla_decode import MlaDecodeConfig
-from k3cupy.kernels.mla_prefill import (
-    INSERTS,
-    KEY_CONCAT,
-    KEY_CONCAT_DS_MLA,
-    KV_CONCAT,
-    KV_CONCAT_QUANT,
-    QKV_QUANT,
-    MlaPrefillConfig,
-)
+from k3cupy.kernels.mla_prefill import INSERTS, KV_CONCAT, KV_CONCAT_QUANT, MlaPrefillConfig
 from k3cupy.kernels.skinny_gemm import SkinnyGemmConfig
 from k3cupy.ops import batch_invariance
 from k3cupy.ops.fused_a_gemm import slices
@@ -50,7 +42,7 @@ Wanted = Callable[[DeviceInfo], Iterable[Instance]]
 
 EVERY_CACHE = ("bf16", "fp8", "fp8_ds_mla")
 _CACHES = {"bf16": "same", "fp16": "same", "same": "same", "fp8": "fp8", "fp8_ds_mla": "ds_mla"}
-_INSERTS = {"same": KEY_CONCAT, "fp8": QKV_QUANT, "ds_mla": KEY_CONCAT_DS_MLA}
+_INSERTS = dict(zip(("same", "ds_mla", "fp8"), INSERTS, strict=True))
 _MOST_ROWS = (1 << 31) - 1
 
 
@@ -221,12 +213,13 @@ def _fused_a_gemm(
     pairs = shapes_of(shapes, fused_a_gemm.K_MULTIPLE)
     counts = tokens_of(tokens, fused_a_gemm.MAX_TOKENS)
     check_fused_a_config(config, max(counts))
+    products = [*itertools.product(pairs, counts)]
     apart = (False, True) if strided is None else _several(strided)
 
     def wanted(gpu: DeviceInfo) -> Iterator[Instance]:
         check_fused_a_config(config, max(counts), gpu)
         for adds, invariant in itertools.product(_several(residual), _several(batch_invariant)):
-            chosen = _chosen(FUSED_A, config, pairs, counts, gpu, adds, invariant)
+            chosen = [config] if config else _chosen(FUSED_A, products, gpu, adds, invariant)
             for each, far, static, wide in itertools.product(
                 chosen, apart, _several(weight_is_static), _several(vector)
             ):
@@ -236,21 +229,11 @@ def _fused_a_gemm(
     return wanted
 
 
-def _chosen(
-    kernel: str,
-    config: Any,
-    pairs: Sequence[tuple[int, int]],
-    counts: Sequence[int],
-    gpu: DeviceInfo,
-    residual: bool,
-    invariant: bool = False,
-) -> Iterable[Any]:
+def _chosen(kernel: str, products: Any, gpu: DeviceInfo, adds: bool, invariant: bool) -> Any:
     """Return every configuration that one of the products gets, each once."""
-    if config:
-        return [config]
     return dict.fromkeys(
-        choose((kernel,), n, k, count, gpu, residual=residual, batch_invariant=invariant).config
-        for (n, k), count in itertools.product(pairs, counts)
+        choose((kernel,), n, k, count, gpu, residual=adds, batch_invariant=invariant).config
+        for (n, k), count in products
     )
 
 
@@ -279,13 +262,13 @@ def _skinny_gemm(
     counts = tokens_of(asked, skinny_gemm.MAX_TOKENS)
     for count in counts:
         check_skinny_config(config, count)
-    kinds = _named("dtype", dtype, CTYPES)
+    products, kinds = [*itertools.product(pairs, counts)], _named("dtype", dtype, CTYPES)
 
     def wanted(gpu: DeviceInfo) -> Iterator[Instance]:
         for adds in _several(residual):
+            chosen = [config] if config else _chosen(SKINNY, products, gpu, adds, False)
             for each, kind, wide, static in itertools.product(
-                _chosen(SKINNY, config, pairs, counts, gpu, adds),
-                *(kinds, _several(vector), _several(weight_is_static)),
+                chosen, kinds, _several(vector), _several(weight_is_static)
             ):
                 yield each.instance(skinny_gemm.Variant(kind, wide, adds, static))
 

@@ -36,8 +36,10 @@ class Instance:
     own_arch: bool = False
 
 
-TEMPLATE_FLAGS = {False: "false", True: "true"}
-"""A bool as an argument of a template."""
+def instantiation(name: str, *arguments: Any) -> str:
+    """Return the C++ name of an instance of a template; of flags, numbers and names."""
+    told = [str(a).lower() if isinstance(a, bool) else str(a) for a in arguments]
+    return f"k3cupy::{name}<{', '.join(told)}>"
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ if TYPE_CHECKING:  # it imports PyTorch
 FAMILY_OF = {"low_latency_linear": GEMM, MLA_DECODE: MLA_DECODE, MLA_PREFILL: MLA_PREFILL}
 """Operation -> its family of kernels."""
 
-_OF_EPILOGUES = ("kinds", "num_heads")
 _NUM_HEADS = 12
 """Of a GPU where eight share the model."""
 
@@ -87,7 +86,12 @@ def tune(
     named = dict(shapes=shapes, preset=preset, module=module, kinds=kinds, num_heads=num_heads)
     targets = targets_of(op, tokens=tokens, residual=residual, **named)
     job = prepare(targets, again=again, device=device)
-    torch = _torch()
+    try:
+        import torch
+    except ImportError as error:
+        raise ToolchainError("tuning needs PyTorch: pip install torch") from error
+    if not torch.cuda.is_available():
+        raise ToolchainError("tuning needs a CUDA GPU; PyTorch sees none")
     with torch.cuda.device(job.gpu.index), torch.no_grad():
         report = run(job, progress=progress)
     if export is not None:
@@ -108,7 +112,7 @@ def targets_of(
     family = FAMILY_OF[op]
     given = {name: value for name, value in named.items() if value is not None}
     for name, value in given.items():
-        if (name in _OF_EPILOGUES) is (family == GEMM):
+        if (name in ("kinds", "num_heads")) is (family == GEMM):
             reject(name, f"None with op={op!r}", repr(value))
     if family != GEMM:
         heads = given.get("num_heads", _NUM_HEADS)
@@ -215,18 +219,3 @@ def run(job: Job, meter: CudaMeter | None = None, *, progress: bool = True) -> T
     entries = tuple(found[target.key] for target in job.targets if target.key in found)
     count = sum(target.key in found for target in job.todo)
     return TuneReport(job.gpu.name, job.family, entries, count, tuple(refused), path)
-
-
-def _torch() -> Any:
-    """Return PyTorch.
-
-    Raises:
-        ToolchainError: it is missing, or sees no GPU.
-    """
-    try:
-        import torch
-    except ImportError as error:
-        raise ToolchainError("tuning needs PyTorch: pip install torch") from error
-    if not torch.cuda.is_available():
-        raise ToolchainError("tuning needs a CUDA GPU; PyTorch sees none")
-    return torch
