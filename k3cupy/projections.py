@@ -12,7 +12,7 @@ from importlib import resources
 from typing import Any
 
 from k3cupy.kernels.skinny_gemm import K_MULTIPLE
-from k3cupy.runtime.errors import reject
+from k3cupy.runtime.errors import reject, shown
 from k3cupy.runtime.tensors import pytorch
 
 Shapes = tuple[tuple[int, int], ...]
@@ -97,7 +97,7 @@ def preset_shapes(name: str) -> Shapes:
         True
     """
     if name not in preset_names():
-        reject("preset", " or ".join(preset_names()), repr(name))
+        reject("preset", " or ".join(preset_names()), shown(name))
     wanted = name.removeprefix(_MODEL).removeprefix("-tp")
     found = (
         (p.n, p.k)
@@ -138,7 +138,7 @@ def module_shapes(module: Any) -> Shapes:
 def _imported(path: str) -> Any:
     module_name, _, attribute = path.partition(":")
     if not (module_name and attribute):
-        reject("module", "package.module:name", repr(path))
+        reject("module", "package.module:name", shown(path))
     try:
         found: Any = importlib.import_module(module_name)
         for name in attribute.split("."):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from k3cupy.runtime.dlpack import packed_strides
-from k3cupy.runtime.errors import reject
+from k3cupy.runtime.errors import reject, shown
 from k3cupy.runtime.tensors import ALIGNMENT, TensorView, check_memory, pytorch
 
 Config = TypeVar("Config")
@@ -125,7 +125,7 @@ def check_flags(given: Mapping[str, Any], *names: str) -> None:
         value, may_be_none = given[name], name == "pdl"
         if not (isinstance(value, bool) or (may_be_none and value is None)):
             accepted = "None, True or False" if may_be_none else "True or False"
-            reject(name, accepted, repr(value), error=TypeError)
+            reject(name, accepted, shown(value), error=TypeError)
 
 
 def check_scale_tensor(name: str, v: TensorView) -> None:
@@ -160,7 +160,7 @@ def check_config(config: Any, kind: type[Config]) -> Config | None:
     if config is None:
         return None
     if not isinstance(config, kind):
-        reject("config", f"None or {kind.__name__}", repr(config), error=TypeError)
+        reject("config", f"None or {kind.__name__}", shown(config), error=TypeError)
     if not config.is_valid():  # type: ignore[attr-defined]
-        reject("config", "a configuration that the kernel has", repr(config))
+        reject("config", "a configuration that the kernel has", shown(config))
     return config

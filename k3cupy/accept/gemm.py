@@ -12,7 +12,7 @@ from k3cupy.kernels import fused_a_gemm, skinny_gemm
 from k3cupy.kernels.fused_a_gemm import FusedAGemmConfig
 from k3cupy.kernels.skinny_gemm import SkinnyGemmConfig
 from k3cupy.runtime.devices import DeviceInfo
-from k3cupy.runtime.errors import reject
+from k3cupy.runtime.errors import reject, shown
 from k3cupy.runtime.tensors import ALIGNMENT, TensorView
 
 RESIDUAL = "residual"
@@ -226,7 +226,7 @@ def check_fused_a_config(
         reject("config", expected, f"{config.shared_bytes} bytes", hint)
     if config.needs_warpgroups and not gpu.has_warpgroups:
         expected = f"product 'warp' on {arch}, for products of a warpgroup exist on sm_90 alone"
-        reject("config", expected, repr(config.product))
+        reject("config", expected, shown(config.product))
     if config.split_k > 1 and not gpu.has_clusters:
         expected = f"split_k of 1 on {arch}, for clusters exist from sm_90 on"
         reject("config", expected, str(config.split_k))

@@ -14,7 +14,7 @@ import numpy as np
 from k3cupy.call import outputs
 from k3cupy.call.prober import Probe, make_prober
 from k3cupy.runtime import producers, tensors
-from k3cupy.runtime.errors import reject
+from k3cupy.runtime.errors import reject, shown
 from k3cupy.runtime.tensors import TensorView, may_overlap
 
 Values = tuple[Any, ...]
@@ -75,7 +75,7 @@ def scale_number(name: str, value: Any) -> float:
     except OverflowError:
         reject(name, expected, "one beyond every float")
     if not (math.isfinite(rounded) and rounded > 0):
-        reject(name, expected, repr(value))
+        reject(name, expected, shown(value))
     return rounded
 
 

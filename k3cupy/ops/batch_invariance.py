@@ -9,7 +9,7 @@ from typing import Any
 
 from k3cupy.accept import checks
 from k3cupy.runtime import env
-from k3cupy.runtime.errors import reject
+from k3cupy.runtime.errors import reject, shown
 
 _of_process: bool | None = None
 _of_block: ContextVar[bool | None] = ContextVar("k3cupy_batch_invariant", default=None)
@@ -89,5 +89,5 @@ def resolved(batch_invariant: Any) -> bool:
             return False  # the everyday case, without another call
         return env.batch_invariant() if found is None else found
     if not isinstance(batch_invariant, bool):
-        reject("batch_invariant", "None, True or False", repr(batch_invariant), error=TypeError)
+        reject("batch_invariant", "None, True or False", shown(batch_invariant), error=TypeError)
     return batch_invariant

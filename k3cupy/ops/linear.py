@@ -16,7 +16,7 @@ from k3cupy.ops import batch_invariance, framework_linear, fused_a_gemm, skinny_
 from k3cupy.ops.dispatch_report import Counter, counter_of, counters
 from k3cupy.runtime import devices, producers, sources
 from k3cupy.runtime.devices import DeviceInfo
-from k3cupy.runtime.errors import CaptureError, ToolchainError, reject
+from k3cupy.runtime.errors import CaptureError, ToolchainError, reject, shown
 from k3cupy.runtime.tensors import is_integer
 from k3cupy.runtime.warn import warn_user
 
@@ -153,7 +153,7 @@ def select_backend(
         None: the framework's linear; also where there is no GPU, and for no tokens.
 
     Raises:
-        ValueError: a number is negative, or there is no such device.
+        ValueError: a number is negative or no tensor's, or there is no such device.
 
     Example:
         >>> import k3cupy
@@ -163,8 +163,8 @@ def select_backend(
         True
     """
     for name, value in (("num_tokens", num_tokens), ("n", n), ("k", k)):
-        if not is_integer(value) or value < 0:
-            reject(name, "an integer of at least 0", repr(value))
+        if not is_integer(value) or not 0 <= value < 1 << 63:
+            reject(name, "an integer from 0 to 2^63 - 1", shown(value))
     try:
         gpu = device if isinstance(device, DeviceInfo) else devices.info(devices.ordinal_of(device))
     except ToolchainError:

@@ -40,7 +40,7 @@ from k3cupy.kernels import mla_prefill as kernel
 from k3cupy.kernels.mla_prefill import MlaPrefillConfig
 from k3cupy.reference import mla_prefill as reference
 from k3cupy.runtime.devices import DeviceInfo
-from k3cupy.runtime.errors import reject
+from k3cupy.runtime.errors import reject, shown
 
 
 def fused_mla_key_concat_kv_cache_insert(
@@ -296,7 +296,7 @@ def explain_mla_prefill(op: str, /, *args: Any, **kwargs: Any) -> Choice:
         mla_prefill on the CPU: the tensors are on the CPU
     """
     if op not in SIGNATURES:
-        reject("op", " or ".join(map(repr, SIGNATURES)), repr(op))
+        reject("op", " or ".join(map(repr, SIGNATURES)), shown(op))
 
     def prepare(given: dict[str, Any]) -> None:
         _check(given)

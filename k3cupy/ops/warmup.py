@@ -29,7 +29,7 @@ from k3cupy.ops import batch_invariance
 from k3cupy.ops.fused_a_gemm import slices
 from k3cupy.runtime import devices, instances
 from k3cupy.runtime.devices import DeviceInfo
-from k3cupy.runtime.errors import reject
+from k3cupy.runtime.errors import reject, shown
 from k3cupy.runtime.instances import Instance
 from k3cupy.runtime.tensors import is_integer
 
@@ -112,11 +112,11 @@ def warmup(
 def wanted_of(op: str, options: dict[str, Any]) -> Wanted:
     """Check the options of a warm-up and return what it will compile."""
     if op not in _OPERATIONS:
-        reject("op", " or ".join(map(repr, _OPERATIONS)), repr(op))
+        reject("op", " or ".join(map(repr, _OPERATIONS)), shown(op))
     known = inspect.signature(_OPERATIONS[op]).parameters
     for name, value in options.items():
         if name not in known:
-            reject(name, f"one of {', '.join(known)} with op={op!r}", repr(value), error=TypeError)
+            reject(name, f"one of {', '.join(known)} with op={op!r}", shown(value), error=TypeError)
         if str(known[name].annotation).startswith("Flags"):
             _check_flags(name, value, known[name].default)
     return _OPERATIONS[op](**options)
@@ -127,7 +127,7 @@ def _check_flags(name: str, value: Any, default: Any) -> None:
     flags = [value] if isinstance(value, bool) else value
     several = isinstance(flags, list | tuple) and all(isinstance(flag, bool) for flag in flags)
     if not several and not (value is None and default is None):
-        reject(name, "True, False or several of them", repr(value), error=TypeError)
+        reject(name, "True, False or several of them", shown(value), error=TypeError)
 
 
 # --- The MLA epilogues ---------------------------------------------------------------------------
@@ -328,7 +328,7 @@ def _named(option: str, value: Names, known: Iterable[str]) -> Sequence[str]:
     names = _several(value)
     for name in names:
         if name not in known:
-            reject(option, " or ".join(map(repr, known)), repr(name))
+            reject(option, " or ".join(map(repr, known)), shown(name))
     return names
 
 
@@ -337,9 +337,9 @@ def shapes_of(shapes: Shapes, k_multiple: int) -> tuple[tuple[int, int], ...]:
     pairs = [(p.n, p.k) for p in projections.shapes()] if shapes is None else list(shapes)
     for pair in pairs:
         if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(map(_is_count, pair))):
-            reject("shapes", "pairs (N, K) of integers above 0", repr(pair))
+            reject("shapes", "pairs (N, K) of integers above 0", shown(pair))
         if pair[1] % k_multiple:
-            reject("shapes", f"K a multiple of {k_multiple}", repr(pair))
+            reject("shapes", f"K a multiple of {k_multiple}", shown(pair))
     if not pairs:
         reject("shapes", "at least one", "none")
     return tuple((int(n), int(k)) for n, k in pairs)
@@ -350,7 +350,7 @@ def tokens_of(tokens: Numbers, most: int) -> tuple[int, ...]:
     counts = range(1, most + 1) if tokens is None else _several(tokens)
     for count in counts:
         if not _is_count(count) or count > most:
-            reject("tokens", f"numbers from 1 to {most}", repr(count))
+            reject("tokens", f"numbers from 1 to {most}", shown(count))
     if not counts:
         reject("tokens", "at least one", "none")
     return tuple(map(int, counts))

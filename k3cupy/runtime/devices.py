@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from k3cupy.runtime import toolchain
-from k3cupy.runtime.errors import ToolchainError, reject
+from k3cupy.runtime.errors import ToolchainError, reject, shown
 from k3cupy.runtime.tensors import is_integer
 
 OLDEST = (8, 0)
@@ -101,7 +101,7 @@ def ordinal_of(device: Any) -> int:
     if index is None:
         index = toolchain.cupy().cuda.runtime.getDevice()
     if kind != "cuda" or not is_integer(index) or not 0 <= index < number:
-        reject("device", f"a GPU ordinal below {number}", repr(device))
+        reject("device", f"a GPU ordinal below {number}", shown(device))
     return int(index)
 
 

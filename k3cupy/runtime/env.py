@@ -17,7 +17,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from k3cupy.runtime.errors import reject
+from k3cupy.runtime.errors import reject, shown
 
 # The dictionary behind os.environ, where it has one (CPython on POSIX, keys in bytes): two absent
 # names cost 0.1 us here and 2 us through os.environ, on every call.
@@ -66,5 +66,5 @@ def _flag(name: str) -> bool:
     value = os.environ.get(name, "")
     text = value.lower()
     if text not in _ON and text and text not in _OFF:
-        reject(name, f"{', '.join(_OFF)} or {', '.join(_ON)}", repr(value))
+        reject(name, f"{', '.join(_OFF)} or {', '.join(_ON)}", shown(value))
     return text in _ON

@@ -43,7 +43,8 @@ class _Short(reprlib.Repr):
 
     def __init__(self) -> None:
         super().__init__()
-        self.maxstring = self.maxlong = self.maxother = 80
+        self.maxstring = self.maxlong = 80
+        self.maxother = 200  # a configuration is told whole
         self.maxlevel = 3
 
     def repr_int(self, x: int, level: int) -> str:

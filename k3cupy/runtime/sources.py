@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from k3cupy.runtime import env
-from k3cupy.runtime.errors import ToolchainError, reject
+from k3cupy.runtime.errors import ToolchainError, reject, shown
 
 _OF_BENCHMARKS = "bench"
 _SPACE = rb"(?:\s|/\*(?:[^*]|\*(?!/))*\*/)*"
@@ -75,7 +75,7 @@ def source_dir(path: str | Path) -> Iterator[Path]:
     """
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         kind = ValueError if path == "" else TypeError
-        reject("source_dir", "a folder with CUDA sources", repr(path), error=kind)
+        reject("source_dir", "a folder with CUDA sources", shown(path), error=kind)
     folder = Path(os.path.realpath(os.path.expanduser(path)))
     if not folder.is_dir():
         raise FileNotFoundError(f"source_dir: expected an existing folder, got {folder}")

@@ -13,7 +13,7 @@ from k3cupy.choose.table import GEMM, KERNELS, MLA_DECODE, MLA_PREFILL
 from k3cupy.kernels import mla_decode, mla_prefill, skinny_gemm
 from k3cupy.ops.warmup import shapes_of
 from k3cupy.runtime.devices import DeviceInfo
-from k3cupy.runtime.errors import reject
+from k3cupy.runtime.errors import reject, shown
 from k3cupy.runtime.instances import Instance
 from k3cupy.runtime.tensors import is_integer
 from k3cupy.tuning.entries import LINEAR, Candidate, Known
@@ -171,7 +171,7 @@ def gemm_targets(
         if count not in TOKENS[GEMM]:
             listed = ", ".join(map(str, TOKENS[GEMM]))
             hint = "A call with another number takes the next one upwards"
-            reject("tokens", f"some of {listed}", repr(count), hint)
+            reject("tokens", f"some of {listed}", shown(count), hint)
     pairs = dict.fromkeys(shapes_of(list(shapes), skinny_gemm.K_MULTIPLE))
     ordered = sorted(counts, key=lambda count: (count not in TOKEN_CLASSES, count))
     plain = [GemmTarget(n, k, count) for n, k in pairs for count in ordered]
@@ -189,12 +189,12 @@ def mla_targets(
     named = _several("kinds", KINDS[family] if kinds is None else kinds)
     for kind in named:
         if kind not in KINDS[family]:
-            reject("kinds", f"some of {', '.join(KINDS[family])}", repr(kind))
+            reject("kinds", f"some of {', '.join(KINDS[family])}", shown(kind))
     counts = _several("tokens", TOKENS[family] if tokens is None else tokens)
     (heads,) = _several("num_heads", [heads])
     for name, number in (("num_heads", heads), *(("tokens", count) for count in counts)):
         if type(number) is not int or number < 1:
-            reject(name, "integers above 0", repr(number))
+            reject(name, "integers above 0", shown(number))
     return tuple(MlaTarget(family, kind, count, heads) for kind in named for count in counts)
 
 

@@ -13,7 +13,7 @@ from k3cupy.choose import cache
 from k3cupy.choose.table import GEMM, MLA_DECODE, MLA_PREFILL, Entry
 from k3cupy.runtime import devices, sources
 from k3cupy.runtime.devices import DeviceInfo
-from k3cupy.runtime.errors import ToolchainError, reject
+from k3cupy.runtime.errors import ToolchainError, reject, shown
 from k3cupy.tuning import files
 from k3cupy.tuning.engine import measure_all
 from k3cupy.tuning.entries import Known, settled
@@ -108,12 +108,12 @@ def targets_of(
         TypeError, ValueError: one does not fit, or is of another operation.
     """
     if op not in FAMILY_OF:
-        reject("op", " or ".join(map(repr, FAMILY_OF)), repr(op))
+        reject("op", " or ".join(map(repr, FAMILY_OF)), shown(op))
     family = FAMILY_OF[op]
     given = {name: value for name, value in named.items() if value is not None}
     for name, value in given.items():
         if (name in ("kinds", "num_heads")) is (family == GEMM):
-            reject(name, f"None with op={op!r}", repr(value))
+            reject(name, f"None with op={op!r}", shown(value))
     if family != GEMM:
         heads = given.get("num_heads", _NUM_HEADS)
         return mla_targets(family, given.get("kinds"), tokens, heads)
