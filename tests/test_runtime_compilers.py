@@ -214,6 +214,11 @@ def cache_takes_no_file(patch: pytest.MonkeyPatch, _: Path) -> None:
     patch.setattr(os, "replace", refuse)
 
 
+def precompiled_headers(patch: pytest.MonkeyPatch, _: Path) -> None:
+    """NVRTC keeps them in the working directory, and reads them there."""
+    patch.setattr(pytest.importorskip("cupy").cuda.compiler, "_use_pch", True)
+
+
 MODES: dict[str, Callable[[pytest.MonkeyPatch, Path], None]] = {
     "on disk": lambda *_: None,
     "in memory": lambda patch, _: patch.setenv("CUPY_CACHE_IN_MEMORY", "1"),
@@ -221,6 +226,7 @@ MODES: dict[str, Callable[[pytest.MonkeyPatch, Path], None]] = {
     "read-only cache": cache_takes_no_file,
     "full temporary folder": full_temporary_folder,
     "temporary folder taken": somebody_takes_the_temporary_folder,
+    "precompiled headers": precompiled_headers,
 }
 
 
@@ -240,6 +246,7 @@ def test_case31_headers_never_come_from_the_working_directory(
     (code,) = gpu.loaded
     assert code.startswith(b"\x7fELF")
     assert loaded.function.num_regs == 32
+    assert not list(elsewhere.glob("*.pch"))
 
 
 @EACH_COMPILER

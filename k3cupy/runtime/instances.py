@@ -168,7 +168,9 @@ def _compile(instance: Instance, source: sources.Source, device: int) -> LoadedK
                     f"GPU {device}: expected {least} or newer, got {info.name}, which is "
                     f"{info.arch}. Use a newer GPU, or tensors on the CPU"
                 )
-            build = _by_cuda_core if instance.own_arch else _by_cupy
+            # With its precompiled headers CuPy reads what lies in the working directory.
+            has_pch = getattr(cupy.cuda.compiler, "_use_pch", False)
+            build = _by_cuda_core if instance.own_arch or has_pch else _by_cupy
             module, function = build(cupy, instance, source, info.arch)
             # Reading an attribute makes the driver load the code now, not at the first launch,
             # which may happen inside a graph capture.
@@ -234,15 +236,15 @@ def _cupy_in_memory() -> Iterator[None]:
 def _by_cuda_core(
     cupy: Any, instance: Instance, source: sources.Source, arch: str
 ) -> tuple[Any, Any]:
-    """Return a module and function for one architecture alone, which CuPy's compiler cannot name.
+    """Return a module and function of cuda-core's compiler.
 
-    It names the architecture by itself, without the letter.
+    It can name one architecture alone; CuPy names the architecture by itself, without the letter.
     """
     import hashlib  # these are slow to import, and CPU tensors need none
 
     from k3cupy.runtime import binaries, offline
 
-    name, arch = instance.name_expression, f"{arch}a"
+    name, arch = instance.name_expression, f"{arch}a" if instance.own_arch else arch
     options = toolchain.every_option(source.directory)
     facts = (source.digest, instance, arch, toolchain.nvrtc_version(), options)
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:40]
