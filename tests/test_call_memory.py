@@ -22,6 +22,7 @@ from fake_device import CudaTensor
 from gemm_helpers import normal
 from helpers import BF16, Producer, got_in
 from mla_helpers import FORMS, Form, poisoned_outs
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import k3cupy
 from k3cupy.ops import linear
@@ -260,6 +261,30 @@ def test_case30_a_cupy_array_without_memory() -> None:
         k3cupy.fused_a_gemm(x, weight, nothing)
 
 
+def without_outputs(call: Call) -> Call:
+    """The call, whose outputs are to be made."""
+    inputs = {n: t for n, t in call.tensors.items() if not n.startswith("out")}
+    return replace(call, tensors=inputs)
+
+
+@each_operation
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_case30_an_output_that_was_made_without_memory(
+    machine: Machine, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a mode in which PyTorch makes fake tensors: nothing may be written to address 0."""
+    call = without_outputs(CALLS[name]().moved(machine.move))
+    for _ in range(2):
+        launches = machine.launches()
+        with monkeypatch.context() as patch, FakeTensorMode():
+            if machine.place == "fake":  # a fake tensor is of no other class
+                patch.setattr(CudaTensor, "of", lambda made, *_: made)
+            with pytest.raises(ValueError, match=r"\Aout\S*: expected a tensor with memory"):
+                call()
+        assert machine.launches() == launches
+        call()
+
+
 def test_an_empty_tensor_needs_no_memory() -> None:
     """Also where its storage was freed, and where it lies behind the end of one."""
     x, weight = torch.empty(0, K, dtype=BF16), normal((N, K), 2)
@@ -391,6 +416,36 @@ def test_a_transform_is_named(transform: str) -> None:
     told = str(caught.value)
     assert told.startswith("x: expected ")
     assert "torch.func" in got_in(told) or "dual tensor" in got_in(told), told
+
+
+@pytest.mark.parametrize("transform", ["grad", "jvp"])
+def test_a_transform_around_a_call_is_named(machine: Machine, transform: str) -> None:
+    """There PyTorch wraps the output that it makes, though no argument is wrapped."""
+    call = without_outputs(product(k3cupy.fused_a_gemm).moved(machine.move))
+    call()
+    launches = machine.launches()
+    with pytest.raises(TypeError, match=r"\Aout: expected .* torch\.func"):
+        TRANSFORMS[transform](lambda t: call().sum() + t.sum(), torch.ones(3))
+    assert machine.launches() == launches
+
+
+# Numbers
+
+
+@pytest.mark.parametrize(
+    "value", [float("nan"), -1.0, 0, pytest.param(10**400, id="1e400"), 1e-46], ids=repr
+)
+def test_case40_a_bad_scale_of_no_tokens(machine: Machine, value: Any) -> None:
+    """Also behind a plan, of which nothing is launched."""
+    form = FORMS["decode-fp8"]
+    made = form.make(0, 2)
+    tensors = {n: t for n, t in made.args.items() if isinstance(t, torch.Tensor)}
+    options = {n: v for n, v in made.args.items() if n not in tensors}
+    call = Call(made.operation, tensors, options, ()).moved(machine.move)
+    call()
+    for name in form.scales:
+        with pytest.raises(ValueError, match=rf"\A{name}: expected a finite number above 0"):
+            replace(call, options={**options, name: value})()
 
 
 # Writes are counted

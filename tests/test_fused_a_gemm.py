@@ -182,6 +182,36 @@ def test_bare_objects_come_in_the_order_of_vllm(device: str) -> None:
     assert torch.equal(x, kept)
 
 
+class Unreadable(torch.Tensor):
+    """Of a class whose own code fails."""
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        raise KeyError("unreadable")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: torch.nested.nested_tensor([x, x[:1]]),
+        lambda _: torch.nn.UninitializedParameter(dtype=BF16),
+        lambda x: x.as_subclass(Unreadable),
+        lambda _: torch.Tensor,
+    ],
+    ids=["nested", "uninitialised", "failing", "a class"],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_tensor_whose_shape_cannot_be_read_is_named(make: Callable[[Any], Any]) -> None:
+    x, weight = inputs(4, 48, 128)
+    out = torch.zeros(4, 48, dtype=BF16)
+    good = (out, x, weight.T)
+    for place, name in enumerate(("output", "mat_a", "mat_b")):
+        bad = (*good[:place], make(x), *good[place + 1 :])
+        with torch.no_grad(), pytest.raises(TypeError, match=rf"\A{name}: expected a tensor"):
+            k3cupy.dsv3_fused_a_gemm(*bad)
+    assert not out.any()
+
+
 def test_a_public_call_that_is_no_call() -> None:
     x, weight = inputs(4, 48, 128)
     for args, kwargs in (((), {}), ((x,), {}), ((x, weight.T), {"out": x}), ((x,) * 5, {})):

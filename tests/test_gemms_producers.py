@@ -52,6 +52,22 @@ def test_case16_numpy_arrays(gemm: Gemm, dtype: torch.dtype) -> None:
         same_bits(torch_of(given, dtype), want)
 
 
+def test_case01_a_row_of_records(gemm: Gemm) -> None:
+    """The stride of one row, or of none, is nobody's business, whatever bytes it counts."""
+    x, weight = (numpy_of(t) for t in inputs(2, 48, 128))
+    records = np.zeros(2, [("x", x.dtype, (128,)), ("flag", "u1")])
+    records["x"] = x
+    for rows in (slice(0, 1), slice(0, 0)):
+        taken = gemm(records["x"][rows], weight)
+        same_bits(torch_of(taken, BF16), torch_of(gemm(x[rows], weight), BF16))
+    refused({"x": records["x"], "weight": weight}, "x", r"strides \(257, 2\)", operation=gemm)
+
+
+def test_a_type_without_a_width(gemm: Gemm) -> None:
+    _, weight = (numpy_of(t) for t in inputs(2, 48, 128))
+    refused({"x": np.empty((2, 128), "V0"), "weight": weight}, "x", "void", operation=gemm)
+
+
 @each_gemm_and_dtype
 def test_case16_jax_arrays(gemm: Gemm, dtype: torch.dtype) -> None:
     x, weight = inputs(gemm.odd_tokens, 48, 128, dtype=dtype)

@@ -295,6 +295,24 @@ def test_scales_as_other_numbers(scale: Any) -> None:
         call.given(**dict.fromkeys(form.scales, value)).check(before, result)
 
 
+def test_a_time_is_no_scale() -> None:
+    """NumPy counts its times among the integers."""
+    call = FORMS["decode-fp8"].make(5, 2)
+    for name in FORMS["decode-fp8"].scales:
+        refused(call, name, exactly("timedelta64"), **{name: np.timedelta64(1, "s")})
+
+
+@each_form
+def test_masked_arrays_are_refused(form: Form) -> None:
+    """Their memory holds what their mask takes away; also behind the plan of a plain array."""
+    call = base(form, dtype=FP16)
+    call.run(**wrapped(call, numpy_of))
+    for name in form.tensors:
+        arguments = wrapped(call, numpy_of)
+        arguments[name] = np.ma.masked_array(arguments[name], mask=True)
+        refused(call, name, exactly("MaskedArray"), **arguments)
+
+
 # JAX
 
 

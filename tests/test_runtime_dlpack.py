@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import k3cupy
 from k3cupy.runtime import dlpack, producers, tensors
 
 # --- Capsules made by hand, after the published dlpack.h -----------------------------------------
@@ -119,7 +120,26 @@ def test_no_strides_means_packed(version: tuple[int, int] | None) -> None:
 
 def test_address_of_empty_tensors() -> None:
     assert Handmade((0, 3), data=None).header().address == 0
-    assert Handmade((0, 3), data=None, byte_offset=16).header().address == 16
+    assert Handmade((0, 3), byte_offset=16).header().address == 0x1010
+
+
+@VERSIONS
+def test_case30_an_offset_into_nothing_is_no_address(version: tuple[int, int] | None) -> None:
+    made = Handmade((8, 128), None, (4, 16, 1), data=None, byte_offset=64, version=version)
+    assert made.header().address == 0
+    weight = torch.zeros(16, 128, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"\Ax: expected a tensor with memory of its own, got "):
+        k3cupy.fused_a_gemm(Exporter(made), weight)
+
+
+@pytest.mark.parametrize(
+    "change", [{"byte_offset": 2**64 - 16}, {"strides": (2**62, 1)}], ids=["address", "reach"]
+)
+def test_case30_an_end_that_is_no_address(change: dict[str, Any]) -> None:
+    made = Handmade((8, 128), **{"strides": None, "dtype": (4, 16, 1), **change})
+    weight = torch.zeros(16, 128, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"\Ax: expected a tensor that ends below 2\^63, got "):
+        k3cupy.fused_a_gemm(Exporter(made), weight)
 
 
 @pytest.mark.parametrize(("flags", "readonly"), [(0, False), (1, True), (2, True), (3, True)])
@@ -169,6 +189,7 @@ def test_devices(device: int, name: str) -> None:
     ("change", "text"),
     [
         ({"dtype": (2, 32, 4)}, "4 lanes, expected 1"),
+        ({"shape": (-8, 3)}, r"\(-8, 3\) of rank 2, expected none negative"),
         ({"device": (10, 0)}, "device type 10, expected CPU or CUDA"),
         ({"device": (4, 0), "version": None}, "device type 4"),
         ({"version": (2, 0)}, "version 2.0, expected 1.x"),
@@ -208,6 +229,32 @@ class Exporter:
 def test_a_refused_export_names_the_argument(change: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=r"^k_pe: expected a tensor with an exportable layout, got"):
         producers.view(Exporter(Handmade(**change)), "k_pe")
+
+
+@dataclass
+class Failing:
+    """A producer whose own code fails."""
+
+    error: Exception
+
+    def __dlpack__(self, **_: Any) -> Any:
+        raise self.error
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(AttributeError("gone"), "gone"), (KeyError(7), "7"), (AssertionError(), "AssertionError")],
+    ids=repr,
+)
+def test_whatever_a_producer_raises_names_the_argument(error: Exception, told: str) -> None:
+    expected = "x: expected a tensor with an exportable layout, got "
+    with pytest.raises(TypeError) as caught:
+        k3cupy.fused_a_gemm(Failing(error), torch.zeros(16, 128, dtype=torch.bfloat16))
+    assert str(caught.value) == expected + told
+    assert caught.value.__cause__ is error
 
 
 # --- Real producers ------------------------------------------------------------------------------

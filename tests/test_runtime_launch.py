@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -201,7 +202,14 @@ def test_stream_handles(stream: Any, handle: int) -> None:
     assert type(streams.handle_of(stream)) is int
 
 
-@pytest.mark.parametrize("stream", [None, True, "0", 1.0, object(), SimpleNamespace(ptr="1")])
+@pytest.mark.parametrize(
+    "stream",
+    [
+        *(None, True, "0", 1.0, object(), SimpleNamespace(ptr="1"), np.timedelta64(5, "s")),
+        *(SimpleNamespace(__cuda_stream__=told) for told in ((), (7,), 7, (0, None))),
+        pytest.param(torch.cuda.Stream, id="a class"),
+    ],
+)
 def test_what_is_no_stream(stream: Any) -> None:
     with pytest.raises(TypeError) as caught:
         streams.handle_of(stream)

@@ -13,7 +13,7 @@ import numpy as np
 from k3cupy.call import outputs
 from k3cupy.call.arguments import Arguments, Memory, Problem, Values, scale_number
 from k3cupy.call.launch import MAKERS, Launch
-from k3cupy.runtime import env, instances, launch, sources, streams, tensors, tracing
+from k3cupy.runtime import env, instances, launch, producers, sources, streams, tensors, tracing
 from k3cupy.runtime.errors import CaptureError
 from k3cupy.runtime.tensors import TensorView
 
@@ -96,11 +96,13 @@ class ReferencePlan:
         for place, output in self._outputs.items():
             if values[place] is None:
                 every[place] = outputs.allocator(framework, output.shape, output.dtype, None)()
-        views = arguments.views(tuple(every))
+        views, numbers = arguments.views(tuple(every)), arguments.numbers(values)
+        for output in self._outputs.values():
+            tensors.check_memory(output.argument, views[output.argument])
         if self._verify is not None:
             self._verify(problem, views, None)
         if problem.num_tokens:
-            self._reference(problem, self._arrays(views) | arguments.numbers(values))
+            self._reference(problem, self._arrays(views) | numbers)
         if self._count is not None:
             self._count(values)
         outs = [
@@ -216,6 +218,8 @@ class CudaPlan:
         handle = self._current_stream() if stream is None else streams.handle_of(stream)
         if self._verify is not None:
             self._verify(self._problem, self._arguments.views(values), handle)
+        if not self._launches:
+            self._arguments.numbers(values)
         outs = []
         in_order = stream is None and self._allocates_in_order
         for index, given, allocate in self._outputs:
@@ -223,7 +227,14 @@ class CudaPlan:
                 out = values[index]
             else:
                 out = allocate() if in_order else self._allocate_for(allocate, handle)
-                addresses[index] = self._address_of(out)
+                try:
+                    at = self._address_of(out)
+                except RuntimeError:  # inside a transform of torch.func it is a wrapper
+                    at = 0
+                if not at and self._launches:
+                    name = self._arguments.names[index]
+                    tensors.check_memory(name, producers.view(out, name))
+                addresses[index] = at
             outs.append(out)
         for template, pointers, numbers, maps, queue in self._launches:
             arguments = template.copy()

@@ -139,12 +139,14 @@ def read_header(capsule: Any) -> Header:
     if device_type is None:
         raise BufferError(f"DLPack device type {device}, expected CPU or CUDA")
     shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
+    if tensor.ndim < 0 or any(extent < 0 for extent in shape):
+        raise BufferError(f"DLPack shape {shape} of rank {tensor.ndim}, expected none negative")
     if tensor.strides:
         strides = tuple(tensor.strides[i] for i in range(tensor.ndim))
     else:
         strides = packed_strides(shape)
     return Header(
-        address=(tensor.data or 0) + tensor.byte_offset,
+        address=tensor.data + tensor.byte_offset if tensor.data else 0,
         shape=shape,
         strides=strides,
         dtype=_DTYPES.get(kind, f"dlpack_{kind[0]}_{kind[1]}bit"),

@@ -92,8 +92,8 @@ def _probe_cupy(a: Any) -> Probe:
 
 
 def _element_strides(a: Any) -> tuple[int, ...]:
-    size = a.dtype.itemsize
-    if any(stride % size for stride in a.strides):
+    size = max(a.dtype.itemsize, 1)
+    if a.size and any(stride % size for n, stride in zip(a.shape, a.strides, strict=True) if n > 1):
         raise BufferError(f"strides {a.strides} bytes are not multiples of the {size}-byte element")
     return tuple(stride // size for stride in a.strides)
 
@@ -209,6 +209,8 @@ def _resolve(cls: type) -> Handlers | None:
             return _CUPY
         if root == "numpy" and base.__name__ == "ndarray":
             return _NUMPY
+        if root == "numpy" and base.__name__ == "MaskedArray":
+            return None  # its memory does not tell which values count
     if hasattr(cls, "__dlpack__") and hasattr(cls, "__dlpack_device__"):
         return _DLPACK
     return None
@@ -368,7 +370,8 @@ def view(obj: Any, name: str) -> TensorView:
         return handlers(obj).view(obj)
     except TypeError as error:
         raise _no_tensor(obj, name) from error
-    except (BufferError, RuntimeError, ValueError) as error:
-        raise TypeError(f"{name}: expected a tensor with an exportable layout, got {error}") from (
+    except Exception as error:  # a producer's own code may raise anything
+        got = str(error) or type(error).__name__
+        raise TypeError(f"{name}: expected a tensor with an exportable layout, got {got}") from (
             error
         )

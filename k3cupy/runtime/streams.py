@@ -32,7 +32,10 @@ def handle_of(stream: Any) -> int:
     if type(stream) is not int:  # the everyday case, without another look
         protocol = getattr(stream, "__cuda_stream__", None)
         if protocol is not None:
-            handle = (protocol() if callable(protocol) else protocol)[1]
+            try:
+                handle = (protocol() if callable(protocol) else protocol)[1]
+            except (TypeError, IndexError):  # of a class, or no pair: refused below
+                handle = None
         else:
             handle = getattr(stream, "cuda_stream", getattr(stream, "ptr", stream))
         if not tensors.is_integer(handle):

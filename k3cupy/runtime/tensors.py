@@ -108,6 +108,10 @@ _ITEM_SIZES = {
 }
 
 
+_NO_ADDRESS = 1 << 63
+"""Beyond what a process or a GPU has, and what an index of NumPy can be."""
+
+
 def itemsize(dtype: str) -> int:
     """Return the bytes of an element of the named type, 0 when unknown."""
     return _ITEM_SIZES.get(dtype, 0)
@@ -120,8 +124,10 @@ def check_memory(name: str, v: TensorView) -> None:
         hint = "It was freed or shrunk behind the tensor, for example by sharding"
         reject(name, expected, f"{v.room}", hint)
     if v.size and not v.address:
-        hint = "Of a wrapper, such as a DTensor, pass the local tensor"
+        hint = "Of a wrapper, such as a DTensor, pass the local tensor; a fake tensor has none"
         reject(name, "a tensor with memory of its own", "a tensor without any", hint)
+    if v.address + v.span >= _NO_ADDRESS:
+        reject(name, "a tensor that ends below 2^63", f"address 0x{v.address:x}, {v.span} bytes")
 
 
 def pytorch() -> Any:
@@ -131,13 +137,13 @@ def pytorch() -> Any:
 
 
 def is_integer(value: Any) -> bool:
-    """Return whether a value is an integer, NumPy's among them, and no bool."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    """Return whether a value is an integer, NumPy's among them, and no bool or time."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool | np.timedelta64)
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is a plain real number and neither a bool nor an array."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool | np.bool_)
+    """Return whether a value is a plain real number: no bool, time or array."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool | np.timedelta64)
 
 
 def as_numpy(v: TensorView, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
