@@ -399,6 +399,29 @@ def test_low_latency_linear_keeps_a_tangent() -> None:
             assert forward_ad.unpack_dual(out).tangent is not None
 
 
+@pytest.mark.parametrize("transform", ["grad", "jvp"])
+def test_low_latency_linear_computes_constants_inside_a_transform(
+    machine: Machine, transform: str
+) -> None:
+    """Where only the framework can: it wraps every output that it makes. The report says so."""
+    x, weight = machine.move(normal((M, 1024), 1)), machine.move(normal((N, 1024), 2))
+    k3cupy.low_latency_linear(x, weight)
+    k3cupy.reset_dispatch_report()
+    launches = machine.launches()
+    made = []
+
+    def computed(t: torch.Tensor) -> torch.Tensor:
+        made.append(k3cupy.low_latency_linear(x, weight))
+        return t.sum()
+
+    TRANSFORMS[transform](computed, torch.ones(3))
+    assert made[0].shape == (M, N)
+    assert machine.launches() == launches
+    rows = k3cupy.dispatch_report()
+    assert sum(row.calls for row in rows) == 1
+    assert all(row.choice.is_fallback for row in rows if row.calls)
+
+
 TRANSFORMS: dict[str, Callable[[Callable[..., Any], torch.Tensor], Any]] = {
     "vmap": lambda f, x: torch.func.vmap(f)(x[None]),
     "grad": lambda f, x: torch.func.grad(lambda t: f(t).sum())(x),

@@ -93,6 +93,13 @@ def test_a_field_of_another_type_is_not_valid(config: Any) -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_class_of_ones_own_inherits_the_fields(config: Any) -> None:
+    own = type("Own", (type(config),), {})
+    assert own(*astuple(config)).is_valid()
+    assert not own(*map(str, astuple(config))).is_valid()
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_case42_integers_of_numpy_are_integers(config: Any) -> None:
     for kind in (np.int64, np.int32, np.uint16):
         values = [kind(v) if type(v) is int else v for v in astuple(config)]

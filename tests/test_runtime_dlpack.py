@@ -246,7 +246,12 @@ class Failing:
 
 @pytest.mark.parametrize(
     ("error", "told"),
-    [(AttributeError("gone"), "gone"), (KeyError(7), "7"), (AssertionError(), "AssertionError")],
+    [
+        (AttributeError("gone"), "gone"),
+        (KeyError(7), "7"),
+        (AssertionError(), "AssertionError"),
+        (TypeError("no export"), "no export"),
+    ],
     ids=repr,
 )
 def test_whatever_a_producer_raises_names_the_argument(error: Exception, told: str) -> None:

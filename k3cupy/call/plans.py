@@ -97,26 +97,23 @@ class ReferencePlan:
             if values[place] is None:
                 every[place] = outputs.allocator(framework, output.shape, output.dtype, None)()
         views, numbers = arguments.views(tuple(every)), arguments.numbers(values)
-        for output in self._outputs.values():
-            tensors.check_memory(output.argument, views[output.argument])
         if self._verify is not None:
             self._verify(problem, views, None)
         if problem.num_tokens:
             self._reference(problem, self._arrays(views) | numbers)
         if self._count is not None:
             self._count(values)
-        outs = [
-            outputs.finish(framework, every[place], output.dtype)
-            if values[place] is None
-            else values[place]
-            for place, output in self._outputs.items()
-        ]
+        for place, output in self._outputs.items():
+            if values[place] is None:
+                every[place] = outputs.finish(framework, every[place], output.dtype)
+        outs = [every[place] for place in self._outputs]
         return outs[0] if len(outs) == 1 else tuple(outs)
 
     def _arrays(self, views: Mapping[str, TensorView]) -> dict[str, Any]:
         """Return the tensors as NumPy arrays, e4m3 as its codes; a scale tensor as its number."""
         arrays: dict[str, Any] = {}
         for name, v in views.items():
+            tensors.check_memory(name, v)  # a new output too
             is_fp8 = v.dtype == "float8_e4m3fn"
             array = tensors.as_numpy(v, np.dtype("uint8" if is_fp8 else v.dtype))
             is_scale = name in self._arguments.scales

@@ -25,8 +25,9 @@ class Tuned:
     _types: list[type]
 
     def __init_subclass__(cls) -> None:
-        """Note the types of the fields, in order."""
-        cls._types = [_TYPES[kind] for kind in cls.__annotations__.values()]
+        """Note the types of the fields, in order, inherited ones among them."""
+        own = [_TYPES[kind] for kind in cls.__annotations__.values()]
+        cls._types = [*getattr(cls, "_types", ()), *own]
 
     def __post_init__(self) -> None:
         """Look at the types once: a search makes thousands of configurations."""

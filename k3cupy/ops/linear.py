@@ -207,7 +207,14 @@ def _run(values: Values, batch_invariant: Any, weight_is_static: Any, stream: An
     if plan is None:
         producers.check_storages(OURS.arguments.names, values)
         return None
-    result = plan.run(values, addresses, stream)
+    try:
+        result = plan.run(values, addresses, stream)
+    except TypeError as error:
+        if stream is not None or not producers.in_transform():
+            raise  # otherwise PyTorch wraps what it makes: the framework can compute it
+        counter.calls -= 1
+        _counter_of(_fallback(error, batch_invariant, values), values).calls += 1
+        return None
     del owners  # memory that exists only for this call has been used, or queued to be
     return result
 

@@ -53,9 +53,14 @@ def _check_values(t: Any) -> None:
             "a dual tensor of forward-mode AD, of which the operations have no derivative. Pass "
             "its primal, as torch.autograd.forward_ad.unpack_dual gives it"
         )
-    is_wrapped = library._functorch.is_functorch_wrapped_tensor
-    if library._are_functorch_transforms_active() and is_wrapped(t):
+    if in_transform() and library._functorch.is_functorch_wrapped_tensor(t):
         raise BufferError("a tensor inside a transform of torch.func. Call outside of it")
+
+
+def in_transform() -> bool:
+    """Return whether a transform of torch.func, as ``grad``, is under way in this thread."""
+    torch = pytorch()
+    return torch is not None and bool(torch._C._are_functorch_transforms_active())
 
 
 def _view_torch(t: Any) -> TensorView:
@@ -348,12 +353,8 @@ def check(obj: Any, name: str) -> None:
     try:
         handlers(obj)
     except TypeError as error:
-        raise _no_tensor(obj, name) from error
-
-
-def _no_tensor(obj: Any, name: str) -> TypeError:
-    wanted = "a tensor (PyTorch, CuPy, NumPy, JAX or DLPack)"
-    return TypeError(f"{name}: expected {wanted}, got {type(obj).__name__}")
+        wanted = "a tensor (PyTorch, CuPy, NumPy, JAX or DLPack)"
+        raise TypeError(f"{name}: expected {wanted}, got {error}") from error
 
 
 def view(obj: Any, name: str) -> TensorView:
@@ -366,10 +367,9 @@ def view(obj: Any, name: str) -> TensorView:
     Raises:
         TypeError: not a tensor, or one whose export fails; the text begins with ``name``.
     """
+    check(obj, name)
     try:
         return handlers(obj).view(obj)
-    except TypeError as error:
-        raise _no_tensor(obj, name) from error
     except Exception as error:  # a producer's own code may raise anything
         got = str(error) or type(error).__name__
         raise TypeError(f"{name}: expected a tensor with an exportable layout, got {got}") from (
