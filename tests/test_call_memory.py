@@ -310,6 +310,21 @@ def test_case30_low_latency_linear_names_it(machine: Machine, changed: str, kind
     assert k3cupy.explain_low_latency_gemm(**bad).is_fallback
 
 
+def test_one_check_of_the_framework_s_calls_serves_every_class() -> None:
+    """The framework's calls of a signature have one check, made of the first one's tensors."""
+    weight = normal((N, K), 2)
+    x = normal((M, 3 * K), 1)[:, K : 2 * K]
+    made = type("Made", (torch.Tensor,), {})
+    want = torch.nn.functional.linear(x, weight)
+    assert torch.equal(k3cupy.low_latency_linear(x.as_subclass(made), weight), want)
+    end = x.untyped_storage().nbytes() - K * x.element_size()  # of its last row
+    x.untyped_storage().resize_(end)
+    assert torch.equal(k3cupy.low_latency_linear(x, weight), want)
+    x.untyped_storage().resize_(end - 1)
+    with pytest.raises(ValueError, match=r"\Ax: expected a storage of \d+ bytes"):
+        k3cupy.low_latency_linear(x, weight)
+
+
 def test_case30_a_layer_whose_weight_was_freed() -> None:
     layer = torch.nn.Linear(K, N, bias=False, dtype=BF16)
     k3cupy.enable_low_latency_gemm(layer)
@@ -483,6 +498,27 @@ def test_writes_are_counted(machine: Machine, name: str) -> None:
         call()
         counted = {a for a, t in call.tensors.items() if t._version > before[a]}
         assert counted == set(call.written)
+
+
+def test_an_older_pytorch_counts_one_tensor_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And fails for one of inference mode."""
+    several = torch._C._increment_version
+    asked = []
+
+    def older(tensor: Any) -> None:
+        assert isinstance(tensor, torch.Tensor)
+        assert not tensor.is_inference()
+        asked.append(tensor)
+        several((tensor,))
+
+    monkeypatch.setattr(torch._C, "_increment_version", older)
+    monkeypatch.setattr(torch.autograd.graph, "increment_version", older)
+    with torch.inference_mode():
+        uncounted = torch.zeros(2)
+    tensors = [torch.zeros(2), torch.zeros(2)]
+    producers.write_counter.__wrapped__()((tensors[0], uncounted, tensors[1]))
+    assert [t._version for t in tensors] == [1, 1]
+    assert len(asked) == 2
 
 
 def test_tensors_of_inference_mode_have_no_count(machine: Machine) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from k3cupy.call import outputs
 from k3cupy.call.prober import Probe, make_prober
 from k3cupy.runtime import producers, tensors
 from k3cupy.runtime.errors import reject, shown
@@ -129,7 +129,8 @@ class Memory:
     Attributes:
         check: (values, addresses) -> None, or an error that names the argument; None where there is
             nothing to check.
-        count: (values) -> None, counts the writes as PyTorch does; None where it counts none.
+        counted: (values) -> those of PyTorch's that are written; None where there are none.
+        count: (what is counted) -> None, as PyTorch's own operations do.
     """
 
     def __init__(self, arguments: Arguments, problem: Problem) -> None:
@@ -137,22 +138,27 @@ class Memory:
         written = [*problem.updated, *[output.argument for output in problem.outputs]]
         self._arguments = arguments
         self._names = tuple([name for name in written if name in views])
-        counted = [places[n] for n in self._names if views[n].framework == "torch"]
-        self.count = outputs.write_counter(counted) if counted else None
+        counted: list[Any] = [places[n] for n in self._names if views[n].framework == "torch"]
+        if len(counted) == 1:  # of a slice a tuple is made as well
+            counted = [slice(counted[0], counted[0] + 1)]
+        self.counted: Any = operator.itemgetter(*counted) if counted else None
+        self.count = producers.write_counter() if counted else None
         self._in_place: set[tuple[int, int]] = set()
         spans = {places[name]: v.span for name, v in views.items()}
-        tests = [_BEYOND.format(places[n]) for n, v in views.items() if v.room is not None]
+        beyond = [_beyond(places[n], v.itemsize) for n, v in views.items() if v.room is not None]
         for target, name in itertools.product(self._names, problem.in_place):
             if name in views and _are_laid_out_alike(views[target], views[name]):
                 self._in_place.add((places[target], places[name]))
-        others = dict(spans)
+        shared, others = [], dict(spans)
         for place in map(places.__getitem__, self._names):
             del others[place]  # a pair is looked at once, from its first member
             for other in others:
                 may_be_it = _ELSEWHERE if (place, other) in self._in_place else ""
-                tests.append(f"({_SHARED.format(place, other)}{may_be_it.format(place, other)})")
-        make = _check_maker(" or ".join(tests) or "False", len(places), tuple(spans))
-        self.check = make(tuple(spans.values()), self._refuse) if tests else None
+                shared.append(f"({_SHARED.format(place, other)}{may_be_it.format(place, other)})")
+        self.check: Any = None
+        if tests := beyond + shared:
+            make = _check_maker(" or ".join(tests), len(places), tuple(spans), bool(shared))
+            self.check = make(*spans.values(), self._refuse)
 
     def _refuse(self, values: Values, addresses: list[int]) -> None:
         """Look again, byte by byte: spans may interleave and share none."""
@@ -170,28 +176,31 @@ class Memory:
             others[name] = views[name]
 
 
-_BEYOND = "e{0} > (m := t{0}.untyped_storage()).data_ptr() + len(m)"
 _SHARED = "a{1} < e{0} and a{0} < e{1}"
 _ELSEWHERE = " and a{0} != a{1}"
 
 
+def _beyond(i: int, itemsize: int) -> str:
+    return f"t{i}.storage_offset() * {itemsize} + s{i} > len(t{i}.untyped_storage())"
+
+
 @functools.lru_cache
-def _check_maker(suspicious: str, count: int, placed: tuple[int, ...]) -> Any:
+def _check_maker(suspicious: str, count: int, placed: tuple[int, ...], ends: bool) -> Any:
     """Return what makes the check of a call, in line: a loop would cost as much as its tests.
 
     Args:
-        suspicious: what to look at again, of tensors ``t0``, addresses ``a0`` and ends ``e0``.
+        suspicious: what to look at again, of tensors ``t0``, addresses ``a0`` and spans ``s0``.
         count: arguments of the operation.
         placed: the places whose spans are given.
+        ends: it asks for ends ``e0`` too.
     """
     values, addresses = (", ".join(f"{x}{i}" for i in range(count)) for x in "ta")
     lines = [
-        "def make(spans, refuse):",
-        f"    {', '.join(f's{i}' for i in placed)}, = spans",
+        f"def make({', '.join([*(f's{i}' for i in placed), 'refuse'])}):",
         "    def check(values, addresses):",
         f"        {values}, = values",
-        f"        {addresses}, = addresses",
-        *(f"        e{i} = a{i} + s{i}" for i in placed),
+        *([f"        {addresses}, = addresses"] if ends else []),
+        *(f"        e{i} = a{i} + s{i}" for i in placed if ends),
         f"        if {suspicious}:",
         "            refuse(values, addresses)",
         "    return check",

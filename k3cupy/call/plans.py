@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from operator import add
 from typing import Any
 
 import ml_dtypes  # noqa: F401  registers bfloat16 and float8 with NumPy
@@ -83,7 +85,7 @@ class ReferencePlan:
         self._arguments, self._problem = arguments, problem
         self._reference, self._verify = reference, verify
         memory = Memory(arguments, problem)
-        self._check, self._count = memory.check, memory.count
+        self._check, self._count, self._counted = memory.check, memory.count, memory.counted
         self._framework = problem.first.framework
         self._outputs = {arguments.places[output.argument]: output for output in problem.outputs}
 
@@ -102,7 +104,7 @@ class ReferencePlan:
         if problem.num_tokens:
             self._reference(problem, self._arrays(views) | numbers)
         if self._count is not None:
-            self._count(values)
+            self._count(self._counted(values))
         for place, output in self._outputs.items():
             if values[place] is None:
                 every[place] = outputs.finish(framework, every[place], output.dtype)
@@ -147,7 +149,7 @@ class CudaPlan:
         first = problem.first
         self._arguments, self._problem, self._verify = arguments, problem, verify
         memory = Memory(arguments, problem)
-        self._check, self._count = memory.check, memory.count
+        self._check, self._count, self._counted = memory.check, memory.count, memory.counted
         self._device, self._framework = first.device_index, first.framework
         frameworks = [v.framework for v in problem.views.values()]
         stream_framework = "torch" if "torch" in frameworks else "cupy"
@@ -180,11 +182,12 @@ class CudaPlan:
             MAKERS[stride if kind == "stride" else kind](launched.values.get(name, 0))
             for name, kind in parameters.types.items()
         ]
+        made: list[Any] = [(p, partial(add, n)) for p, (_, n) in launched.addresses.items() if n]
         return (
             template,
-            tuple([(at[p], places[a], offset) for p, (a, offset) in launched.addresses.items()]),
+            tuple([(at[p], places[a]) for p, (a, _) in launched.addresses.items()]),
             tuple([(at[p], places[a], a) for p, a in launched.numbers.items()]),
-            tuple([(at[p], make) for p, make in launched.maps.items()]),
+            tuple([(at[p], make) for p, make in [*made, *launched.maps.items()]]),
             launch.make_launcher(
                 self._device,
                 loaded.kernel,
@@ -235,15 +238,15 @@ class CudaPlan:
             outs.append(out)
         for template, pointers, numbers, maps, queue in self._launches:
             arguments = template.copy()
-            for place, index, offset in pointers:
-                arguments[place] = addresses[index] + offset
+            for place, index in pointers:
+                arguments[place] = addresses[index]
             for place, index, name in numbers:
                 arguments[place] = np.float32(scale_number(name, values[index]))
             for place, map_at in maps:
                 arguments[place] = map_at(arguments[place])
             queue(handle, arguments)
         if self._count is not None:
-            self._count(values)
+            self._count(self._counted(values))
         if stream is not None:
             outputs.keep_for_stream([*values, *outs], self._device, handle)
         if self._framework == "jax":
@@ -270,14 +273,14 @@ class CudaPlan:
 
 _Prepared = tuple[
     list[Any],
-    tuple[tuple[int, int, int], ...],
+    tuple[tuple[int, int], ...],
     tuple[tuple[int, int, str], ...],
     tuple[tuple[int, Callable[[int], Any]], ...],
     launch.Launcher,
 ]
-"""A launch as ``run`` needs it: arguments with pointers still 0; (place, argument, bytes to add) of
-the pointers; (place, argument, its name) of the numbers; (place, what makes it) of the tensor maps;
-and what queues it. A tuple, because attributes cost more on every call."""
+"""A launch as ``run`` needs it: arguments with pointers still 0; (place, argument) of the pointers;
+(place, argument, its name) of the numbers; (place, what makes it of the pointer) of the pointers at
+an offset and the tensor maps; and what queues it. A tuple: attributes cost more on every call."""
 
 Plan = ReferencePlan | CudaPlan
 """What repeats a call for other tensors of the same layout."""

@@ -8,7 +8,6 @@ read in line, without a loop over arguments. Whatever else comes goes through
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
@@ -35,38 +34,24 @@ def make_prober(
         addresses, signature, owners = producers.probe_all(values, handle)
         return addresses, tuple(signature), owners
 
-    scope: dict[str, Any] = {
-        "any_producer": any_producer,
-        "describe": describe,
-        "torch_types": producers.torch_types,
-        "modules": sys.modules,
-    }
-    exec(compile(_code(names, required), "<k3cupy prober>", "exec"), scope)
-    return cast(Probe, scope["probe"])
+    scope: dict[str, Any] = {}
+    exec(compile(_code(names, required), "<k3cupy prober>", "exec"), producers.torch_names, scope)
+    return cast(Probe, scope["make"](any_producer, describe))
 
 
 def _code(names: Sequence[str], required: Collection[str]) -> str:
-    """Return the source of ``probe``: every tensor in line, ``t0`` the first argument."""
+    """Return the source of what makes ``probe``: every tensor in line, ``t0`` the first one."""
     short = {name: f"t{i}" for i, name in enumerate(names)}
     given = [short[name] for name in names if name in required]
     optional = [short[name] for name in names if name not in required]
-
-    def any_of(test: str, first: int = 0) -> str:
-        told = [test.format(name) for name in given[first:]]
-        return " or ".join(
-            told + [f"({name} is not None and {test.format(name)})" for name in optional]
-        )
-
+    follows = [f"{name} is not None and {name}.requires_grad" for name in short.values()]
     body = [
         f"{', '.join(short.values())}, = values",
+        f"if (like := type({given[0]})) not in torch_types or {_any_of(_NO_TENSOR, given[1:])}:",
+        "    return any_producer(values, stream)",
         # Off the GPU an ordinal says too little: a tensor without memory has -1 as well.
-        f"if {any_of('type({}) not in torch_types')} or (gpu := {given[0]}.get_device()) < 0:",
-        "    return any_producer(values, stream)",
-        f"if {any_of('{}.is_neg()')} or {any_of('{}.get_device() != gpu', 1)}:",
-        "    return any_producer(values, stream)",
-        "if modules['torch.autograd.forward_ad']._current_level >= 0:",
-        "    return any_producer(values, stream)",
-        f"if modules['torch'].is_grad_enabled() and ({any_of('{}.requires_grad')}):",
+        f"gpu = {given[0]}.get_device()",
+        f"if gpu < 0 or {_any_of('{}.is_neg()', given)} or {_any_of(_ELSEWHERE, given[1:])}:",
         "    return any_producer(values, stream)",
         *(f"at_{name} = {name}.data_ptr()" for name in given),
     ]
@@ -75,6 +60,8 @@ def _code(names: Sequence[str], required: Collection[str]) -> str:
             f"if {name} is None:",
             f"    at_{name} = 0",
             f"    like_{name} = None",
+            f"elif {_NO_TENSOR.format(name)} or {name}.is_neg() or {_ELSEWHERE.format(name)}:",
+            "    return any_producer(values, stream)",
             "else:",
             f"    at_{name} = {name}.data_ptr()",
             f"    like_{name} = ({_layout(name)}, {_past(name)})",
@@ -85,19 +72,31 @@ def _code(names: Sequence[str], required: Collection[str]) -> str:
         _layout(name) if name in given else f"like_{name}" for name in short.values()
     )
     body += [
+        f"if forward_ad._current_level >= 0 or (is_grad_enabled() and ({' or '.join(follows)})):",
+        "    return any_producer(values, stream)",
         f"past = 0 if {' and '.join(at)} and not ({' | '.join(at)}) % {ALIGNMENT} else (",
         f"    {', '.join(map(_past, given))},)",
         f"return [{addresses}], ({signature}, gpu, past), None",
     ]
     lines = [
-        "def probe(values, stream):",
-        "    try:",
-        *(f"        {line}" for line in body),
-        "    except Exception:",
-        "        describe(values)",
-        "        raise",
+        "def make(any_producer, describe):",
+        "    def probe(values, stream):",
+        "        try:",
+        *(f"            {line}" for line in body),
+        "        except Exception:",
+        "            describe(values)",
+        "            raise",
+        "    return probe",
     ]
     return "\n".join(lines)
+
+
+_NO_TENSOR = "((kind := type({})) is not like and kind not in torch_types)"
+_ELSEWHERE = "{}.get_device() != gpu"
+
+
+def _any_of(test: str, names: Sequence[str]) -> str:
+    return " or ".join(map(test.format, names))
 
 
 def _layout(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from k3cupy.accept import checks, gemm
@@ -9,7 +10,7 @@ from k3cupy.accept.gemm import LINEAR, OURS, GemmProblem
 from k3cupy.call.arguments import Values
 from k3cupy.call.choice import LINEAR as FRAMEWORK
 from k3cupy.call.choice import Choice
-from k3cupy.call.plans import Plan, PlanCache, stamp
+from k3cupy.call.plans import PlanCache, stamp
 from k3cupy.choose.gemm import ALL, FUSED_A, NOT_INVARIANT, SKINNY, choose
 from k3cupy.kernels.fused_a_gemm import why_not_mapped
 from k3cupy.ops import batch_invariance, framework_linear, fused_a_gemm, skinny_gemm
@@ -202,13 +203,10 @@ def _run(values: Values, batch_invariant: Any, weight_is_static: Any, stream: An
     if route is None:
         route = _make_route(values, batch_invariant, weight_is_static, stream)
         _routes.remember(key, route)
-    counter, plan = route
+    counter, run = route
     counter.calls += 1
-    if plan is None:
-        producers.check_storages(OURS.arguments.names, values)
-        return None
     try:
-        result = plan.run(values, addresses, stream)
+        result = run(values, addresses, stream)
     except TypeError as error:
         if stream is not None or not producers.in_transform():
             raise  # otherwise PyTorch wraps what it makes: the framework can compute it
@@ -221,11 +219,11 @@ def _run(values: Values, batch_invariant: Any, weight_is_static: Any, stream: An
 
 def _make_route(
     values: Values, batch_invariant: bool, weight_is_static: bool, stream: Any
-) -> tuple[Counter, Plan | None]:
-    """Return what calls of one signature count, and run; None for the framework's linear."""
+) -> tuple[Counter, Callable[..., Any]]:
+    """Return what calls of one signature count, and run: a plan, or for the framework a check."""
     problem, choice = _decide(values, batch_invariant, weight_is_static)
     if problem is None or choice.kernel == FRAMEWORK:
-        return _counter_of(choice, values), None
+        return _counter_of(choice, values), producers.storage_check(OURS.arguments.names, values)
     try:
         plan = _OPERATIONS[choice.kernel].plan_of(problem, _completed(problem, choice), stream)
     except CaptureError as error:
@@ -239,8 +237,9 @@ def _make_route(
         if sources.overridden() is not None:  # an edited copy that is not there is raised
             sources.load(_OPERATIONS[choice.kernel].kernel.SOURCE)
         warn_user(f"low-latency linear: {choice.kernel} cannot run: {error}")
-        return _counter_of(_fallback(error, batch_invariant, values), values), None
-    return _counter_of(choice, values), plan
+        choice = _fallback(error, batch_invariant, values)
+        return _counter_of(choice, values), producers.storage_check(OURS.arguments.names, values)
+    return _counter_of(choice, values), plan.run
 
 
 def _decide(

@@ -12,6 +12,8 @@ Other producers go through their DLPack capsule (see ``dlpack``).
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
@@ -24,6 +26,7 @@ from k3cupy.runtime.tensors import (
     is_number,
     itemsize,
     pytorch,
+    span,
 )
 
 Probe = tuple[int, Hashable, object]
@@ -79,6 +82,31 @@ def _view_torch(t: Any) -> TensorView:
         framework="torch",
         room=max(t.untyped_storage().nbytes() - t.storage_offset() * t.element_size(), 0),
     )
+
+
+@functools.cache
+def write_counter() -> Callable[[Any], None]:
+    """Return what counts a write of a tuple of tensors, as PyTorch's own operations do.
+
+    Then autograd sees it, and whoever asks for a tensor's version. PyTorch has no count for what
+    was made in inference mode; newer versions know that, and take several tensors at once.
+    """
+    torch = pytorch()
+    increment = torch.autograd.graph.increment_version
+    with contextlib.suppress(Exception), torch.inference_mode():
+        at_once: Callable[[Any], None] = torch._C._increment_version  # no frame of Python
+        uncounted = torch.empty(0, device="cpu")
+        with torch.inference_mode(False):
+            at_once((uncounted, tried := torch.empty(0, device="cpu")))
+            if tried._version == 1:
+                return at_once
+
+    def count(written: tuple[Any, ...]) -> None:
+        for tensor in written:
+            if not tensor.is_inference():
+                increment(tensor)
+
+    return count
 
 
 # --- NumPy and CuPy -----------------------------------------------------------------------------
@@ -196,8 +224,8 @@ _by_type: dict[type, Handlers] = {}
 torch_types: set[type] = set()
 """Classes known as PyTorch's tensors, each from its first use on."""
 
-_plain_types: set[type] = set()
-"""Those whose memory is their own: PyTorch's tensor itself and its parameter."""
+torch_names: dict[str, Any] = {"torch_types": torch_types}
+"""Names of generated code that reads PyTorch's tensors: its functions too, once there is one."""
 
 _MOST_TYPES = 1024
 """Classes may be made without end, one a call."""
@@ -238,7 +266,10 @@ def handlers(obj: Any) -> Handlers:
             _by_type.clear()
             torch_types.clear()
         _by_type[cls] = found
-    if found is _TORCH:
+    if found is _TORCH and cls not in torch_types:
+        torch = sys.modules["torch"]
+        torch_names["is_grad_enabled"] = torch.is_grad_enabled
+        torch_names["forward_ad"] = torch.autograd.forward_ad
         torch_types.add(cls)
     return found
 
@@ -318,22 +349,28 @@ def probe_all(
     return addresses, signature, owners
 
 
-def check_storages(names: tuple[str, ...], values: tuple[Any, ...]) -> None:
-    """Refuse plain tensors of PyTorch that reach beyond their storage: nobody can read them.
+def storage_check(names: tuple[str, ...], values: tuple[Any, ...]) -> Callable[..., None]:
+    """Return what refuses plain tensors of PyTorch that reach beyond their storage.
 
-    Raises:
-        ValueError: the text names the argument.
+    Nobody can read those. Of other classes only their framework knows where they lie.
+
+    Args:
+        names: of the arguments.
+        values: of one call; the check is for all that have its signature.
     """
-    if torch_types and not _plain_types:
-        torch = sys.modules["torch"]
-        _plain_types.update((torch.Tensor, torch.nn.Parameter))
-    for name, t in zip(names, values, strict=True):
-        if type(t) in _plain_types:
-            end = t.nbytes + t.storage_offset() * t.element_size()
-            if end > t.untyped_storage().nbytes() or not t.is_contiguous():
-                v = _view_torch(t)
-                if v.room is not None and v.room < v.span:
-                    check_memory(name, v)
+    read = [(i, t, t.element_size()) for i, t in enumerate(values) if type(t) in torch_types]
+    spans = [(i, size, span(t.shape, t.stride(), size)) for i, t, size in read]
+    torch = sys.modules.get("torch")
+    plain = (torch.Tensor, torch.nn.Parameter) if torch and read else ()
+
+    def check(values: tuple[Any, ...], *_: Any) -> None:
+        """Raise a ValueError whose text names the argument."""
+        for i, size, needed in spans:
+            t = values[i]
+            if type(t) in plain and t.storage_offset() * size + needed > len(t.untyped_storage()):
+                check_memory(names[i], _view_torch(t))
+
+    return check
 
 
 def is_on_cpu(obj: Any) -> bool:

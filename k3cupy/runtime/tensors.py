@@ -79,12 +79,14 @@ class TensorView:
     @property
     def span(self) -> int:
         """Bytes from the first element to the end of the last; strides must not be negative."""
-        if self.size == 0:
-            return 0
-        reach = sum(
-            (extent - 1) * stride for extent, stride in zip(self.shape, self.strides, strict=True)
-        )
-        return (reach + 1) * self.itemsize
+        return span(self.shape, self.strides, self.itemsize)
+
+
+def span(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> int:
+    """Return the bytes from the first element of a layout to the end of the last."""
+    if 0 in shape:
+        return 0
+    return (sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + 1) * itemsize
 
 
 _ITEM_SIZES = {
