@@ -12,9 +12,11 @@ import sys
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -30,7 +32,7 @@ from toolchain_helpers import (
 )
 
 import k3cupy
-from k3cupy.runtime import devices, instances, sources, toolchain
+from k3cupy.runtime import binaries, devices, instances, sources, toolchain
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.instances import Instance
 
@@ -251,6 +253,42 @@ def test_an_interrupt_has_no_wrong_moment(gpu: FakeGpu) -> None:
             assert [kernel.function.num_regs for kernel in loaded] == [32], moment
             moment += 1
         assert moment > 8, "in each function here, and behind what they call"
+
+
+def test_an_interrupt_leaves_device_and_cache_as_they_were(gpu: FakeGpu) -> None:
+    """It comes behind a call that is C, as the real ones of the driver are."""
+    current = deque([0], maxlen=1)
+    cupy = gpu.cupy()
+    cupy.cuda.runtime.getDevice, cupy.cuda.runtime.setDevice = lambda: current[0], current.append
+
+    def behind(function: Any) -> Any:
+        def look(frame: Any, event: str, called: Any) -> None:
+            if event == "c_return" and called == function:
+                sys.setprofile(None)
+                raise Interrupt
+
+        return look
+
+    def use_the_gpu() -> None:
+        with devices.current(1):
+            pass
+
+    def use_the_cache() -> None:
+        with binaries.in_place_of_cupys(gpu.compiler):
+            pass
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(toolchain, "cupy", lambda: cupy)
+        for use, function in (
+            (use_the_gpu, current.append),
+            (use_the_cache, binaries._asked.set),
+        ):
+            sys.setprofile(behind(function))
+            with pytest.raises(Interrupt):
+                use()
+            assert sys.getprofile() is None
+            assert current[0] == 0
+            assert binaries._asked.get() is None
 
 
 def test_load_all_begins_nothing_after_a_failure(gpu: FakeGpu) -> None:
@@ -493,6 +531,28 @@ def test_a_missing_package_is_named_with_its_pip_line(
     assert 'pip install "k3cupy[cu13]"' in str(caught.value)
 
 
+@pytest.mark.parametrize("module", ["cupy", "cuda.core"])
+def test_an_empty_folder_that_pip_left_is_no_package(
+    module: str, fresh_toolchain: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = {"cupy": toolchain.cupy, "cuda.core": toolchain.cuda_core}[module]
+    monkeypatch.setitem(sys.modules, module, ModuleType(module))
+    with pytest.raises(k3cupy.ToolchainError, match=r"does not import \(.*has no attribute"):
+        ask()
+
+
+@pytest.mark.parametrize("error", ["ValueError", "RuntimeError", "OSError", "AttributeError"])
+def test_a_package_that_fails_while_it_is_imported(
+    error: str, fresh_toolchain: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that was built for another NumPy does."""
+    write(tmp_path / "cupy/__init__.py", f"raise {error}('of another release')\n")
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(k3cupy.ToolchainError, match=r"^CuPy does not import \(of another release"):
+        toolchain.cupy()
+
+
 def no_wheel_with_headers(monkeypatch: pytest.MonkeyPatch) -> None:
     pathfinder = pytest.importorskip("cuda.pathfinder")
     monkeypatch.setattr(pathfinder, "find_nvidia_header_directory", lambda _: None)
@@ -517,6 +577,10 @@ def test_headers_of_a_cuda_installation(
     (tmp_path / "include/cuda_bf16.h").touch()
     write(tmp_path / "include/cuda_runtime_api.h", "#define CUDART_VERSION  12060\n")
     monkeypatch.setenv(variable, str(tmp_path))
+    assert toolchain.include_directory() == str(tmp_path / "include")
+    toolchain.include_directory.cache_clear()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(variable, ".")  # the same for whoever finds the binary, elsewhere
     assert toolchain.include_directory() == str(tmp_path / "include")
     assert toolchain.header_version() == (12, 6)
     assert toolchain.options(Path("/src")) == (
