@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -289,6 +290,33 @@ def test_an_interrupt_leaves_device_and_cache_as_they_were(gpu: FakeGpu) -> None
             assert sys.getprofile() is None
             assert current[0] == 0
             assert binaries._asked.get() is None
+
+
+def test_a_fork_does_not_wait_for_its_parents_thread(gpu: FakeGpu) -> None:
+    compiling, compiled = threading.Event(), threading.Event()
+
+    def wait(_: str) -> None:
+        compiling.set()
+        compiled.wait(30)
+
+    gpu.on_compile = wait
+    with ThreadPoolExecutor(1) as pool, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+        first = pool.submit(instances.load, ONE, 0)
+        assert compiling.wait(30)
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(10)
+            try:
+                gpu.on_compile = lambda _: None
+                os._exit(0 if instances.load(ONE, 0).function.num_regs == 32 else 1)
+            finally:
+                os._exit(2)
+        _, status = os.waitpid(child, 0)
+        compiled.set()
+        assert first.result(30).device == 0
+    assert status == 0
 
 
 def test_load_all_begins_nothing_after_a_failure(gpu: FakeGpu) -> None:
