@@ -192,6 +192,18 @@ def test_apply_writes_the_page_of_the_last_results(tmp_path: Path) -> None:
     assert "7.77" not in page.read_text()
 
 
+@pytest.mark.parametrize("text", ["", "[]", "3", "{}", "[" * 100_000, '"x"', '{"environment": 3}'])
+def test_apply_names_a_file_that_has_no_results(text: str, tmp_path: Path) -> None:
+    result, page = tmp_path / "r.json", tmp_path / "p.md"
+    result.write_text(text)
+    page.write_text("<!-- results:begin -->as it was<!-- results:end -->")
+    code, output = apply(result, "--page", page)
+    assert code == 1
+    assert output.startswith("Error: results: expected a file made by `python -m k3cupy bench")
+    assert str(result) in output
+    assert "as it was" in page.read_text()
+
+
 def test_apply_takes_prefill_results(tmp_path: Path) -> None:
     result, page = tmp_path / "r.json", tmp_path / "p.md"
     every = [{**asdict(c), "us": 9.0 + i} for i, c in enumerate(mla_prefill.CANDIDATES)]
@@ -375,6 +387,13 @@ def test_a_shape_that_is_none_is_refused(command: str, shape: str) -> None:
     done = CliRunner().invoke(main, [*command.split(), "--shape", shape])
     assert done.exit_code == 2
     assert f"{shape!r} is no shape; write N x K as 2112x7168" in done.output
+
+
+def test_a_shape_that_python_does_not_read_is_refused() -> None:
+    done = CliRunner().invoke(main, ["warmup", "--shape", f"{'9' * 5000}x64"])
+    assert done.exit_code == 2
+    assert "is no shape; write N x K as 2112x7168" in done.output
+    assert len(done.output) < 500
 
 
 @pytest.mark.gpu

@@ -191,6 +191,25 @@ def test_show_config_without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown().count("no libnvrtc.so here") == 1, "one reason is told once"
 
 
+def test_show_config_with_a_gpu_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(_: int) -> DeviceInfo:
+        raise FakeRuntimeError("cudaErrorDevicesUnavailable")
+
+    cupy_of(monkeypatch, H200)
+    monkeypatch.setattr(devices, "info", lost)
+    assert re.search(r"^CUDA tensors run +nothing: cudaErrorDevicesUnavailable", shown(), re.M)
+
+
+def test_show_config_with_damaged_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an installation that was cut off leaves."""
+    cupy_of(monkeypatch, H200)
+    (tmp_path / "cupy-9.dist-info").mkdir()
+    (tmp_path / "cupy-9.dist-info/METADATA").write_bytes(b"\xff\xfe")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "k3cupy" in k3cupy.config_info()["packages"]
+    assert "cupy" not in k3cupy.config_info()["packages"]
+
+
 def no_nvrtc(_: FakeGpu) -> Any:
     raise RuntimeError("no libnvrtc.so here")
 

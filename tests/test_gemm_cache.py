@@ -274,6 +274,17 @@ def test_a_bad_entry_is_left_out_and_the_others_stay(name: str, path: Path) -> N
     assert choose(("fused_a",), N, K, 16, H200).origin == USER
 
 
+@pytest.mark.parametrize("problem", ["9" * 5000, "bfloat16 \u00b2x\u0663", "\ud800"])
+def test_a_name_of_any_digits_is_kept(problem: str, path: Path) -> None:
+    """The next measurement sorts the problems of the file, and writes them again."""
+    document = written(path, measured(16))
+    document["problems"][problem] = document["problems"][PROBLEM]
+    path.write_text(json.dumps(document), encoding="utf-8")
+    assert cache.add("gemm", [measured(8)], H200) == path
+    cache.reload()
+    assert {entry.problem for entry in quiet_read()} == {problem, PROBLEM}
+
+
 def test_many_bad_entries_are_one_warning(path: Path) -> None:
     document = written(path, measured(16))
     (good,) = document["problems"][PROBLEM]

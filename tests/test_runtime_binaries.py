@@ -246,6 +246,11 @@ def endless(path: Path) -> None:
     path.symlink_to("/dev/zero")
 
 
+def enormous(path: Path) -> None:
+    """More than there is memory, and no disk needs to hold it."""
+    os.truncate(path, 1 << 43)
+
+
 def dangling(path: Path) -> None:
     path.unlink()
     path.symlink_to(path.with_name("nowhere"))
@@ -266,6 +271,7 @@ def writable_by_all(path: Path) -> None:
         bare_binary,
         named_pipe,
         endless,
+        enormous,
         dangling,
         writable_by_all,
     ],
@@ -407,8 +413,30 @@ def test_a_folder_that_others_can_write_is_refused(
         assert next_process(replace(instance, name_expression="k3cupy::new")) == 1
     (text,) = messages(caught)
     assert text.startswith(f"kernel cache: {cache} cannot be used ({cache} {told}")
+    assert ("chmod" in text) is (change in (everybody, the_group)), "never for /tmp itself"
     assert files(cache) == good, "not written"
     assert gpu.others == {}, "nor is CuPy's own cache in that folder"
+
+
+def test_a_device_is_no_folder(
+    next_process: Callable[[Instance], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everybody may write to it, and nobody is to change that."""
+    monkeypatch.setenv("CUPY_CACHE_DIR", os.devnull)
+    with pytest.warns(RuntimeWarning, match=f"{os.devnull} is no folder") as caught:
+        assert next_process(OWN) == 1
+    assert "chmod" not in str(caught[0].message)
+
+
+def test_folders_above_that_we_make_are_ours_alone(tmp_path: Path) -> None:
+    """As `~/.cupy` on a new machine: who may write there can put another cache in place."""
+    before = os.umask(0)
+    try:
+        toolchain.make_private(tmp_path / "home/.cupy/kernel_cache")
+    finally:
+        os.umask(before)
+    made = [path for path in tmp_path.rglob("*") if path.is_dir()]
+    assert [stat.S_IMODE(path.stat().st_mode) for path in made] == [0o755] * 3
 
 
 def test_a_folder_of_root_is_read(

@@ -8,13 +8,16 @@ from __future__ import annotations
 import errno
 import os
 import re
+import signal
 import sys
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -30,7 +33,7 @@ from toolchain_helpers import (
 )
 
 import k3cupy
-from k3cupy.runtime import devices, instances, sources, toolchain
+from k3cupy.runtime import binaries, devices, instances, sources, toolchain
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.instances import Instance
 
@@ -251,6 +254,69 @@ def test_an_interrupt_has_no_wrong_moment(gpu: FakeGpu) -> None:
             assert [kernel.function.num_regs for kernel in loaded] == [32], moment
             moment += 1
         assert moment > 8, "in each function here, and behind what they call"
+
+
+def test_an_interrupt_leaves_device_and_cache_as_they_were(gpu: FakeGpu) -> None:
+    """It comes behind a call that is C, as the real ones of the driver are."""
+    current = deque([0], maxlen=1)
+    cupy = gpu.cupy()
+    cupy.cuda.runtime.getDevice, cupy.cuda.runtime.setDevice = lambda: current[0], current.append
+
+    def behind(function: Any) -> Any:
+        def look(frame: Any, event: str, called: Any) -> None:
+            if event == "c_return" and called == function:
+                sys.setprofile(None)
+                raise Interrupt
+
+        return look
+
+    def use_the_gpu() -> None:
+        with devices.current(1):
+            pass
+
+    def use_the_cache() -> None:
+        with binaries.in_place_of_cupys(gpu.compiler):
+            pass
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(toolchain, "cupy", lambda: cupy)
+        for use, function in (
+            (use_the_gpu, current.append),
+            (use_the_cache, binaries._asked.set),
+        ):
+            sys.setprofile(behind(function))
+            with pytest.raises(Interrupt):
+                use()
+            assert sys.getprofile() is None
+            assert current[0] == 0
+            assert binaries._asked.get() is None
+
+
+def test_a_fork_does_not_wait_for_its_parents_thread(gpu: FakeGpu) -> None:
+    compiling, compiled = threading.Event(), threading.Event()
+
+    def wait(_: str) -> None:
+        compiling.set()
+        compiled.wait(30)
+
+    gpu.on_compile = wait
+    with ThreadPoolExecutor(1) as pool, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+        first = pool.submit(instances.load, ONE, 0)
+        assert compiling.wait(30)
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(10)
+            try:
+                gpu.on_compile = lambda _: None
+                os._exit(0 if instances.load(ONE, 0).function.num_regs == 32 else 1)
+            finally:
+                os._exit(2)
+        _, status = os.waitpid(child, 0)
+        compiled.set()
+        assert first.result(30).device == 0
+    assert status == 0
 
 
 def test_load_all_begins_nothing_after_a_failure(gpu: FakeGpu) -> None:
@@ -493,6 +559,28 @@ def test_a_missing_package_is_named_with_its_pip_line(
     assert 'pip install "k3cupy[cu13]"' in str(caught.value)
 
 
+@pytest.mark.parametrize("module", ["cupy", "cuda.core"])
+def test_an_empty_folder_that_pip_left_is_no_package(
+    module: str, fresh_toolchain: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = {"cupy": toolchain.cupy, "cuda.core": toolchain.cuda_core}[module]
+    monkeypatch.setitem(sys.modules, module, ModuleType(module))
+    with pytest.raises(k3cupy.ToolchainError, match=r"does not import \(.*has no attribute"):
+        ask()
+
+
+@pytest.mark.parametrize("error", ["ValueError", "RuntimeError", "OSError", "AttributeError"])
+def test_a_package_that_fails_while_it_is_imported(
+    error: str, fresh_toolchain: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that was built for another NumPy does."""
+    write(tmp_path / "cupy/__init__.py", f"raise {error}('of another release')\n")
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(k3cupy.ToolchainError, match=r"^CuPy does not import \(of another release"):
+        toolchain.cupy()
+
+
 def no_wheel_with_headers(monkeypatch: pytest.MonkeyPatch) -> None:
     pathfinder = pytest.importorskip("cuda.pathfinder")
     monkeypatch.setattr(pathfinder, "find_nvidia_header_directory", lambda _: None)
@@ -517,6 +605,10 @@ def test_headers_of_a_cuda_installation(
     (tmp_path / "include/cuda_bf16.h").touch()
     write(tmp_path / "include/cuda_runtime_api.h", "#define CUDART_VERSION  12060\n")
     monkeypatch.setenv(variable, str(tmp_path))
+    assert toolchain.include_directory() == str(tmp_path / "include")
+    toolchain.include_directory.cache_clear()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(variable, ".")  # the same for whoever finds the binary, elsewhere
     assert toolchain.include_directory() == str(tmp_path / "include")
     assert toolchain.header_version() == (12, 6)
     assert toolchain.options(Path("/src")) == (

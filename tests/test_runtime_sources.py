@@ -142,6 +142,8 @@ def test_files_that_are_not_included_do_not_count(tree: Path) -> None:
         '#define B "b.cuh"\n#include B',
         '#if __has_include("b.cuh")\nint b;\n#endif',
         "#if __has_include(<none.h>) || __has_include( <b.cuh> )\nint b;\n#endif",
+        '#define \\u00e9 "b.cuh"\n#include \\u00e9',
+        '// as #include /* here\n#include "b.cuh"\nconst char* of = /* end */ "text";',
     ],
 )
 def test_spellings_of_include(directive: str, tmp_path: Path) -> None:
@@ -187,6 +189,68 @@ def test_a_folder_of_links_with_one_edited_file(tree: Path, tmp_path: Path) -> N
     edited.unlink()
     write(edited, (tree / "mla/rope.cuh").read_text(encoding="utf-8") + "// edited\n")
     assert digest_of(links) != digest_of(tree)
+
+
+def test_above_a_folder_that_is_a_link(tmp_path: Path) -> None:
+    """`..` is the folder above the one that the link names, for the compiler too."""
+    (tmp_path / "theirs/parts").mkdir(parents=True)
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours/parts").symlink_to(tmp_path / "theirs/parts")
+    write(tmp_path / "ours/a.cu", '#include "parts/b.cuh"\n#include "parts/../d.cuh"\n')
+    write(tmp_path / "theirs/parts/b.cuh", '#include "../c.cuh"\n')
+    for name in ("c.cuh", "d.cuh"):
+        write(tmp_path / "ours" / name, "int nobody_reads_it;\n")
+        write(tmp_path / "theirs" / name, "int one;\n")
+        before = digest_of(tmp_path / "ours", "a.cu")
+        write(tmp_path / "theirs" / name, "int two;\n")
+        assert digest_of(tmp_path / "ours", "a.cu") != before
+
+
+@pytest.mark.parametrize("name", ['a "quote"', "a line\nbreak", "not UTF-8 \udcff"])
+def test_a_folder_that_no_include_can_name(name: str, tree: Path, tmp_path: Path) -> None:
+    """In quotes the compiler would read a shorter name, which may be another file's."""
+    folder = tmp_path / name
+    shutil.copytree(tree, folder)
+    with k3cupy.source_dir(folder):
+        with pytest.raises(k3cupy.ToolchainError, match="Rename its folder") as caught:
+            sources.load(SOURCE)
+        assert ascii(name)[1:-1] in str(caught.value).encode("ascii", "backslashreplace").decode()
+        assert sources.epoch(SOURCE) == str(caught.value), "tensors on the CPU need no sources"
+
+
+@pytest.mark.parametrize(
+    "name", ["a b", "it's", "a\\n", "a#b", "//", "\u6f22", "/".join(["x" * 200] * 9)]
+)
+def test_any_other_folder(name: str, tree: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "there" / f".{name}"
+    shutil.copytree(tree, folder)
+    with k3cupy.source_dir(folder):
+        assert f'"{folder.resolve() / SOURCE}"' in sources.load(SOURCE).text
+
+
+def test_a_slow_disk_holds_up_nobody_else(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor would a process that is forked meanwhile wait for a thread that it does not have."""
+    write(tmp_path / "far/away/a.cu", '#include "b.cuh"\n')
+    reading, read, content = threading.Event(), threading.Event(), sources._content
+
+    def slow(path: str) -> bytes | None:
+        if "far/away" in path:
+            reading.set()
+            read.wait(30)
+        return content(path)
+
+    monkeypatch.setattr(sources, "_content", slow)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(digest_of, tmp_path / "far/away", "a.cu")
+        assert reading.wait(30)
+        other = pool.submit(digest_of, tree)
+        try:
+            assert len(other.result(10)) == 64
+        finally:
+            read.set()
+        assert len(first.result(30)) == 64
 
 
 # K3CUPY_SOURCE_DIR and source_dir
@@ -323,7 +387,7 @@ def test_missing_folder_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
 def test_missing_folder_of_the_context_manager(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
     with (
-        pytest.raises(FileNotFoundError, match=f"source_dir: expected .*, got {missing}"),
+        pytest.raises(FileNotFoundError, match=f"source_dir: expected .*, got '{missing}'"),
         k3cupy.source_dir(missing),
     ):
         pass
@@ -485,7 +549,20 @@ def test_home_in_the_names_of_folders(tree: Path, monkeypatch: pytest.MonkeyPatc
     assert env.cache_dir() == str(tree.parent / "measured")
 
 
-@pytest.mark.parametrize(("path", "error"), [("", ValueError), (None, TypeError), (3, TypeError)])
+class OfBytes:
+    """A path as `os` may give one."""
+
+    def __fspath__(self) -> bytes:
+        return b"/tmp"
+
+    def __repr__(self) -> str:
+        return "OfBytes"
+
+
+@pytest.mark.parametrize(
+    ("path", "error"),
+    [("", ValueError), (None, TypeError), (3, TypeError), (OfBytes(), TypeError)],
+)
 def test_a_folder_that_is_no_path(
     path: Any, error: type[Exception], tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -494,3 +571,23 @@ def test_a_folder_that_is_no_path(
     with pytest.raises(error, match=f"^{expected}$"), k3cupy.source_dir(path):
         pass
     assert sources.overridden() is None
+
+
+@pytest.mark.parametrize(
+    "name", ["a\0b", "x" * 5000, "~nobody_of_that_name/x", "\ud800", "relative"]
+)
+def test_a_folder_that_cannot_be(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However it is named; from a working directory that is gone, too."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    expected = "^source_dir: expected an existing folder, got "
+    with pytest.raises(FileNotFoundError, match=expected) as caught, k3cupy.source_dir(name):
+        pass
+    assert len(str(caught.value)) < 400
+    monkeypatch.setattr(sources.env, "source_dir", lambda: name)
+    with pytest.raises(k3cupy.ToolchainError, match=r"^K3CUPY_SOURCE_DIR: expected a "):
+        sources.directory()

@@ -54,6 +54,28 @@ def test_a_name_that_only_begins_like_ours_is_not_ours() -> None:
     assert caught[0].filename == "<k3cupy_extras>"
 
 
+def test_what_runs_a_context_manager_is_not_the_caller() -> None:
+    variables: dict[str, Any] = {"__name__": "k3cupy.made_up", "warn_user": warn_user}
+    program = """
+import contextlib
+
+@contextlib.contextmanager
+def opened():
+    warn_user("look here")
+    yield
+    warn_user("and there")
+
+def use():
+    with opened():
+        pass
+"""
+    exec(compile(program, "<k3cupy.made_up>", "exec"), variables)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        user(variables["use"])
+    assert [(w.filename, w.lineno) for w in caught] == [(__file__, USERS_LINE)] * 2
+
+
 def test_a_line_is_warned_about_once_by_default() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")

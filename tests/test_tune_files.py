@@ -367,6 +367,18 @@ def test_a_command_that_is_interrupted_says_how_to_go_on(monkeypatch: pytest.Mon
     assert "What was measured so far is kept; the same command goes on from there." in output
 
 
+def test_a_place_that_takes_no_export_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fake(*, export: Path, **_: Any) -> Any:
+        files.write_export(export, GEMM, run(FakeMeter(), tokens=[8]).entries, GPU)
+
+    monkeypatch.setattr(tuning, "tune", fake)
+    code, output = command("--shape", "2112x7168", "--export", str(tmp_path))
+    assert code == 1
+    assert output.startswith("Error: ") and str(tmp_path) in output
+
+
 def test_the_command_shows_and_exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, asked = tmp_path / "out.json", []
 

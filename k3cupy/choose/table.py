@@ -303,8 +303,8 @@ def table_text(header: Mapping[str, Any], entries: Iterable[Entry]) -> str:
 
 
 def _numbers_first(problem: str) -> list[tuple[int, str]]:
-    """Return what sorts ``768x128`` before ``1536x128``."""
-    return [(int(t), "") if t.isdigit() else (0, t) for t in re.findall(r"\d+|\D+", problem)]
+    """Return what sorts ``768x128`` before ``1536x128``, of as many digits as a file may have."""
+    return [(len(t) * t.isdigit(), t) for t in re.findall(r"\d+|\D+", problem)]
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from k3cupy.cli.options import shape_option
+from k3cupy.runtime.errors import reject
 
 
 @click.group()
@@ -196,7 +197,12 @@ def apply_command(results: tuple[Path, ...], tables: Path | None, page: Path | N
             for path in shipped.write_means(results, tables):
                 click.echo(f"wrote {path}")
         if page is not None:
-            chosen = report.with_shipped_choice(json.loads(results[-1].read_text("utf-8")))
-            report.insert_markdown(page, report.markdown(chosen), forms.form_of(chosen).marker)
-    except ValueError as error:
+            try:
+                chosen = report.with_shipped_choice(json.loads(results[-1].read_text("utf-8")))
+                text, marker = report.markdown(chosen), forms.form_of(chosen).marker
+            except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+                told = f"{results[-1]}, which is not one ({type(error).__name__}: {error})"
+                reject("results", "a file made by `python -m k3cupy bench --json`", told)
+            report.insert_markdown(page, text, marker)
+    except (OSError, ValueError) as error:
         raise click.ClickException(str(error)) from error

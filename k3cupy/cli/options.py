@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import click
 
+from k3cupy.runtime.errors import shown
+
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
@@ -25,9 +27,9 @@ def shape_option(text: str) -> Callable[[_Command], _Command]:
 def _shapes(
     context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
 ) -> tuple[tuple[int, int], ...]:
-    found = [re.fullmatch(r"(\d+)x(\d+)", text) for text in texts]
+    found = [re.fullmatch(r"(\d{1,18})x(\d{1,18})", text) for text in texts]
     for text, match in zip(texts, found, strict=True):
         if match is None:
-            message = f"{text!r} is no shape; write N x K as 2112x7168"
+            message = f"{shown(text)} is no shape; write N x K as 2112x7168"
             raise click.BadParameter(message, context, parameter)
     return tuple((int(match[1]), int(match[2])) for match in found if match)

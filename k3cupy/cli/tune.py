@@ -76,7 +76,7 @@ def tune(
             click.echo(tuning.prepare(targets, again=again, device=device))
             return
         report = tuning.tune(op=op, again=again, export=export, device=device, **options)
-    except (TypeError, ValueError, ToolchainError, CompileError) as error:
+    except (OSError, TypeError, ValueError, ToolchainError, CompileError) as error:
         raise click.ClickException(str(error)) from error
     except KeyboardInterrupt:
         click.echo(

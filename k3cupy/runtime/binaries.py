@@ -26,6 +26,9 @@ from k3cupy.runtime import toolchain
 
 _PREFIX = "k3cupy-"  # another layout of the files needs another one
 _DIGEST_SIZE = hashlib.sha256().digest_size
+_MOST_BYTES = 1 << 26
+"""Of a file: kernels have some 100 KB."""
+
 _STALE_SECONDS = 3600
 """A file that was half written this long ago is of a process that was killed."""
 
@@ -64,7 +67,10 @@ def _digest(name: str, content: bytes) -> bytes:
 
 
 def _trusted(folder: Path) -> Path:
-    problem = _problem(folder.stat())
+    status = folder.stat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(f"{folder} is no folder")
+    problem = _problem(status)
     if problem:
         raise PermissionError(f"{folder} {problem}")
     return folder
@@ -76,7 +82,8 @@ def _problem(status: os.stat_result) -> str:
         return f"belongs to another user, {status.st_uid}, who could put any code there"
     if status.st_mode & 0o022:
         mode = stat.S_IMODE(status.st_mode)
-        return f"has mode {mode:04o}, so that others could put any code there: `chmod go-w` it"
+        hint = "" if mode & stat.S_ISVTX else ": `chmod go-w` it"  # /tmp is everybody's
+        return f"has mode {mode:04o}, so that others could put any code there{hint}"
     return ""
 
 
@@ -86,6 +93,8 @@ def _read(path: Path) -> bytes | None:
         with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode) or _problem(status):
+                return None
+            if status.st_size > _MOST_BYTES:
                 return None
             data = file.read()
     except OSError:
@@ -170,9 +179,9 @@ def in_place_of_cupys(compiler: Any) -> Iterator[Asked]:
         raise OSError("this release of CuPy has no place for another cache")
     if not isinstance(compiler._kernel_cache_backend, _Backend):
         install(_Backend(compiler._kernel_cache_backend))
-    asked = Asked()
-    token = _asked.set(asked)
+    asked, before = Asked(), _asked.get()
     try:
+        _asked.set(asked)
         yield asked
     finally:
-        _asked.reset(token)
+        _asked.set(before)

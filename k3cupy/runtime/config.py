@@ -89,7 +89,7 @@ def show_config(file: IO[str] | None = None) -> None:
 def _backend() -> tuple[str, str, list[str]]:
     try:
         found = [devices.info(index) for index in range(devices.count())]
-    except ToolchainError as error:
+    except Exception as error:  # a GPU that is lost raises CuPy's
         return "nothing", str(error), []
     needed = f"sm_{devices.OLDEST[0]}{devices.OLDEST[1]}"
     usable = [i for i in found if i.compute_capability >= devices.OLDEST]
@@ -104,7 +104,7 @@ def _backend() -> tuple[str, str, list[str]]:
         toolchain.cuda_core()
         toolchain.nvrtc_version()
         toolchain.include_directory()
-    except ToolchainError as error:
+    except Exception as error:
         return "nothing", str(error), names
     return (
         "cuda",
@@ -173,5 +173,5 @@ def _ask(question: Callable[[], str]) -> str:
 def _installed(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
+    except Exception:  # it is not there, or what pip wrote of it is damaged
         return None

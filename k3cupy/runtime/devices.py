@@ -127,8 +127,8 @@ def current(index: int) -> Iterator[None]:
     """Make a GPU current, with its context on this thread, and put the caller's back at the end."""
     runtime = toolchain.cupy().cuda.runtime
     before = runtime.getDevice()
-    runtime.setDevice(index)
     try:
+        runtime.setDevice(index)
         yield
     finally:
         if before != index:

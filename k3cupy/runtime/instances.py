@@ -77,7 +77,8 @@ class _Attempt:
 _lock = threading.Lock()
 _limit_lock = threading.Lock()
 _memory_cache_lock = threading.Lock()
-_attempts: dict[tuple[int, Instance, str], _Attempt] = {}
+_attempts: dict[tuple[int, int, Instance, str], _Attempt] = {}
+"""By process too: a fork has neither the GPU of its parent nor the thread that compiles there."""
 
 
 def load(instance: Instance, device: int) -> LoadedKernel:
@@ -92,7 +93,7 @@ def load(instance: Instance, device: int) -> LoadedKernel:
             old, or the driver refused the binary.
     """
     source = sources.load(instance.source)
-    key = (device, instance, source.digest)
+    key = (os.getpid(), device, instance, source.digest)
     with _lock:
         attempt = _attempts.setdefault(key, _Attempt())
     with attempt.lock:
@@ -112,7 +113,8 @@ def load(instance: Instance, device: int) -> LoadedKernel:
 
 def is_loaded(instance: Instance, device: int) -> bool:
     """Return whether ``load`` would neither compile nor touch the driver."""
-    attempt = _attempts.get((device, instance, sources.load(instance.source).digest))
+    digest = sources.load(instance.source).digest
+    attempt = _attempts.get((os.getpid(), device, instance, digest))
     return attempt is not None and attempt.loaded is not None
 
 

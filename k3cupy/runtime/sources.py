@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import threading
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -27,10 +26,12 @@ from k3cupy.runtime.errors import ToolchainError, reject, shown
 _OF_BENCHMARKS = "bench"
 _SPACE = rb"(?:\s|/\*(?:[^*]|\*(?!/))*\*/)*"
 _DIRECTIVE = rb"(?:#|%%:)%binclude(?:_next)?|__has_include(?:_next)?%b\(" % (_SPACE, _SPACE)
-_NAMED = rb'"([^"\n]+)"|<([^>\n]+)>|(\w)'
-"""In quotes, in angle brackets, or by a macro."""
+_NAMED = rb'"([^"\n\0]+)"|<([^>\n\0]+)>|([\w\\])'
+"""In quotes, in angle brackets, or by a macro, whose name may begin with an escape."""
 
-_INCLUDE = re.compile(rb"(?:%b)%b(?:%b)" % (_DIRECTIVE, _SPACE, _NAMED))
+_INCLUDE = re.compile(rb"(?=(?:%b)%b(?:%b))" % (_DIRECTIVE, _SPACE, _NAMED))
+"""It looks ahead only: what looks like a directive, in a comment, takes no real one with it."""
+
 _SPLICE = re.compile(rb"\\\r?\n")
 override: ContextVar[str | None] = ContextVar("k3cupy_source_dir", default=None)
 
@@ -73,12 +74,13 @@ def source_dir(path: str | Path) -> Iterator[Path]:
         >>> with k3cupy.source_dir("my_cuda_src"):            # doctest: +SKIP
         ...     k3cupy.fused_mla_decode_q_concat_kv_cache_insert(...)
     """
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-        kind = ValueError if path == "" else TypeError
+    named = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(named, str) or not named:
+        kind = ValueError if named == "" else TypeError
         reject("source_dir", "a folder with CUDA sources", shown(path), error=kind)
-    folder = Path(os.path.realpath(os.path.expanduser(path)))
-    if not folder.is_dir():
-        raise FileNotFoundError(f"source_dir: expected an existing folder, got {folder}")
+    folder = _folder(os.path.expanduser(named))
+    if folder is None:
+        raise FileNotFoundError(f"source_dir: expected an existing folder, got {named!r:.300}")
     token = override.set(str(folder))
     try:
         yield folder
@@ -109,13 +111,22 @@ def directory() -> Path:
     folder = overridden()
     if folder is None:
         return shipped()
-    path = Path(os.path.realpath(folder))
-    if not path.is_dir():
+    path = _folder(folder)
+    if path is None:
         raise ToolchainError(
             f"K3CUPY_SOURCE_DIR: expected a folder with CUDA sources, got {folder!r:.300}. "
             "Unset it to use the sources that came with the package"
         )
     return path
+
+
+def _folder(named: str) -> Path | None:
+    """Return the whole path of a folder, or None where there is none of that name."""
+    try:
+        path = Path(os.path.realpath(named))
+        return path if path.is_dir() else None
+    except (OSError, ValueError):  # no file has such a name, or the working directory is gone
+        return None
 
 
 class _Read(NamedTuple):
@@ -125,7 +136,6 @@ class _Read(NamedTuple):
     source: Source
 
 
-_lock = threading.Lock()
 _loaded: dict[tuple[Path, str], _Read] = {}
 
 
@@ -140,16 +150,26 @@ def load(name: str) -> Source:
             compiler: it may be the toolkit's, or not needed.
     """
     folder = directory()
-    with _lock:
-        known = _loaded.get((folder, name))
-        if known is not None and (overridden() is None or _hold(known.files)):
-            return known.source
-        files = _closure(folder, name)
-        digest = _digest(files, folder)
-        text = f'// k3cupy {digest}\n#include "{folder / name}"\n'
-        source = Source(text=text, digest=digest, directory=folder)
-        _loaded[folder, name] = _Read(files, source)
-        return source
+    # Without a lock: a slow disk holds up nobody else, and a fork no child. Threads may read twice.
+    known = _loaded.get((folder, name))
+    if known is not None and (overridden() is None or _hold(known.files)):
+        return known.source
+    files = _closure(folder, name)
+    digest = _digest(files, folder)
+    text = f'// k3cupy {digest}\n#include "{_quotable(folder / name)}"\n'
+    source = Source(text=text, digest=digest, directory=folder)
+    _loaded[folder, name] = _Read(files, source)
+    return source
+
+
+def _quotable(path: Path) -> Path:
+    """Return a path that the compiler reads as it is, between quotes in a text of UTF-8."""
+    if re.search('["\n\ud800-\udfff]', str(path)):
+        raise ToolchainError(
+            f"CUDA source {str(path)!r} cannot be compiled: expected a path in UTF-8, without "
+            "quotes or line breaks. Rename its folder"
+        )
+    return path
 
 
 def epoch(name: str) -> str | None:
@@ -231,8 +251,10 @@ def _closure(folder: Path, name: str) -> dict[str, bytes | None]:
                 pending += sorted(map(str, folder.rglob("*")))
                 continue
             for place in (os.path.dirname(path), folder) if quoted else (folder,):
-                # Links stay links: a folder may hold some.
-                found = os.path.normpath(os.path.join(place, os.fsdecode(quoted or angled)))
+                # A file that is a link stays one, as its includes are looked for beside the link.
+                # `..` of a folder that is a link is the folder above that which it names.
+                above, last = os.path.split(os.path.join(place, os.fsdecode(quoted or angled)))
+                found = os.path.join(os.path.realpath(above), last)
                 pending.append(found)
                 if os.path.isfile(found):
                     break

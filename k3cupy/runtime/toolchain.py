@@ -36,8 +36,10 @@ def cupy() -> Any:
     """
     with _import_lock, _folder_for_cupy():
         try:
-            return importlib.import_module("cupy")
-        except ImportError as error:
+            module = importlib.import_module("cupy")
+            _ = module.cuda  # an empty folder of that name, which pip may leave behind, has none
+            return module
+        except Exception as error:  # whatever else fails in there, as NumPy of another release
             raise ToolchainError(f"CuPy does not import ({error}); {INSTALL_HINT}") from error
 
 
@@ -91,8 +93,14 @@ def _folder_for_cupy() -> Iterator[None]:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder where there is none, in which nobody else may write, whatever the umask."""
-    folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    """Make a folder where there is none, in which nobody else may write, whatever the umask.
+
+    Those above it that are missing are made in the same way: who may write there can replace it.
+    """
+    for above in reversed(folder.parents):
+        if not above.exists():
+            above.mkdir(mode=0o755, exist_ok=True)
+    folder.mkdir(mode=0o755, exist_ok=True)
 
 
 _warn_lock = threading.Lock()
@@ -123,8 +131,10 @@ def cuda_core() -> Any:
     """
     with _import_lock:
         try:
-            return importlib.import_module("cuda.core")
-        except ImportError as error:
+            module = importlib.import_module("cuda.core")
+            _ = module.Program
+            return module
+        except Exception as error:
             raise ToolchainError(f"cuda-core does not import ({error}); {INSTALL_HINT}") from error
 
 
@@ -144,14 +154,14 @@ def include_directory() -> str:
         for variable in ("CUDA_PATH", "CUDA_HOME"):
             root = os.environ.get(variable)
             if root and Path(root, "include", "cuda_bf16.h").is_file():
-                return str(Path(root, "include"))
+                return os.path.abspath(Path(root, "include"))
     if found is None or not Path(found, "cuda_bf16.h").is_file():
         raise ToolchainError(
             "the CUDA headers (cuda_bf16.h) were not found in a wheel, CUDA_PATH or CUDA_HOME; "
             'install them with `pip install "cuda-toolkit[cudart]==12.*"` (or ==13.*, the CUDA '
             "release of your CuPy)"
         )
-    return str(found)
+    return os.path.abspath(str(found))  # what is compiled must not hang on the working directory
 
 
 def release(number: int) -> tuple[int, int]:

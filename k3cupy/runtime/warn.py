@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import warnings
 
-_PACKAGE = __name__.partition(".")[0]
+_OURS = (__name__.partition(".")[0], "contextlib")
+"""The package, and what stands between its frames where a function is a context manager."""
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
@@ -30,4 +31,4 @@ def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def _is_ours(variables: dict[str, object]) -> bool:
-    return str(variables.get("__name__")).partition(".")[0] == _PACKAGE
+    return str(variables.get("__name__")).partition(".")[0] in _OURS
