@@ -154,10 +154,6 @@ def _dsv3_of_sglang(mat_a: Any, mat_b: Any, output: Any = None, enable_pdl: Any 
     return _DSV3((mat_a, mat_b, None, output), (enable_pdl, enable_pdl, False, None), None)
 
 
-for _order in (_dsv3_of_vllm, _dsv3_of_sglang):
-    _order.__qualname__ = "dsv3_fused_a_gemm"  # which Python's own messages give
-
-
 def _ends_with_output(first: Any, second: Any, third: Any) -> bool:
     """Return whether three tensors are mat_a, mat_b and output, in this order."""
     a: Any = getattr(first, "shape", ())
@@ -248,3 +244,5 @@ def _operation(function: Callable[..., Any], signature: Signature) -> Operation:
 
 OPERATION = _operation(fused_a_gemm, gemm.OURS)
 _DSV3 = _operation(dsv3_fused_a_gemm, gemm.DSV3)
+# Of the public function, in what Python itself says of a wrong call.
+_dsv3_of_vllm.__qualname__ = _dsv3_of_sglang.__qualname__ = "dsv3_fused_a_gemm"
