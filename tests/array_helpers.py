@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import BF16, E4M3
+from oracle import codes
 
 
 def wrapped(call: Any, wrap: Callable[[Any], Any], *names: str) -> dict[str, Any]:
@@ -36,8 +37,7 @@ def numpy_of(tensor: torch.Tensor) -> Any:
     special = {BF16: ml_dtypes.bfloat16, E4M3: ml_dtypes.float8_e4m3fn}
     if tensor.dtype not in special:
         return tensor.numpy()
-    integers = {1: torch.uint8, 2: torch.int16}[tensor.element_size()]
-    return tensor.view(integers).numpy().view(special[tensor.dtype])
+    return codes(tensor).numpy().view(special[tensor.dtype])
 
 
 def jax_of(tensor: torch.Tensor) -> Any:

@@ -19,7 +19,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 import pytest
 import torch
-from gemm_helpers import GEMMS, Gemm
+from fake_device import FakeDevice
+from gemm_helpers import GEMMS, Gemm, fresh_plans
 from helpers import CASES, DEVICES
 from hypothesis import settings
 from torch_linear_helpers import Calls
@@ -85,6 +86,13 @@ def device(request: pytest.FixtureRequest) -> str:
 def gemm(request: pytest.FixtureRequest) -> Gemm:
     """Each of the GEMMs in turn, for what both of them promise."""
     return GEMMS[request.param]
+
+
+@pytest.fixture
+def fake_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeDevice]:
+    """A GPU that is none, and of which no earlier test has plans."""
+    with fresh_plans(tmp_path):
+        yield FakeDevice(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

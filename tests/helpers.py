@@ -379,12 +379,18 @@ def every_other(tensor: torch.Tensor) -> torch.Tensor:
     return wide[..., ::2]
 
 
+def whole_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of the memory that a tensor lies in, where they are."""
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return flat.set_(tensor.untyped_storage())
+
+
 def moved(value: Any, device: str) -> Any:
     """The same tensor on a device, strides and offset kept (`.to` would pack an expanded one)."""
     if not isinstance(value, torch.Tensor) or value.is_meta or value.device.type == device:
         return value
-    flat = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage())
-    return flat.to(device).as_strided(value.shape, value.stride(), value.storage_offset())
+    flat = whole_memory(value).to(device).view(value.dtype)
+    return flat.as_strided(value.shape, value.stride(), value.storage_offset())
 
 
 class Producer:

@@ -17,7 +17,6 @@ ROPE = 64
 ROW = LATENT + ROPE
 DS_MLA_BYTES = 656
 DS_MLA_TILE = 128
-DS_MLA_SCALES_AT = 512
 DS_MLA_ROPE_AT = 528
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -42,9 +41,14 @@ class Rows:
     rotated: Rotated | None
 
 
+def codes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor seen as integers of the same width, in its own memory."""
+    return tensor.detach().view(_INTEGERS[tensor.element_size()])
+
+
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's elements as integers of the same width, on the CPU."""
-    return tensor.detach().view(_INTEGERS[tensor.element_size()]).cpu()
+    return codes(tensor).cpu()
 
 
 def fp32(scale: float | torch.Tensor) -> torch.Tensor:

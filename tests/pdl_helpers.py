@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from gemm_helpers import normal
+from helpers import whole_memory
+from oracle import codes
 from stream_helpers import captured
 from toolchain_helpers import write
 
@@ -204,8 +206,7 @@ class Layout:
         """A buffer with the values that the tensors have."""
         buffer = torch.zeros(self.size, dtype=torch.uint8, device="cuda")
         for name, tensor in self.tensors.items():
-            whole = tensor.untyped_storage()
-            flat = torch.empty(0, dtype=torch.uint8, device="cuda").set_(whole)
+            flat = whole_memory(tensor)
             buffer[self.place[name] : self.place[name] + flat.numel()] = flat
         return buffer
 
@@ -218,7 +219,6 @@ class Layout:
         return found
 
 
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 NAN, OLD, NEW = 0xFF, 0x55, 0xAA
 """What inputs hold before their late writer, outputs before the call, and what `early` writes."""
 
@@ -281,8 +281,8 @@ def hunt(
 
     def step() -> None:
         for i, tensor in enumerate(sources.values(), 1):
-            bits = tensor.view(INTEGERS[tensor.element_size()])
-            bits.copy_(bits.roll(1, i % bits.ndim))
+            values = codes(tensor)
+            values.copy_(values.roll(1, i % values.ndim))
         expected_ins.copy_(source)
         expected_outs.fill_(OLD)
         call(wants, pdl=False)

@@ -20,22 +20,18 @@ from array_helpers import cupy_of, numpy_of, torch_of
 from gemm_helpers import assert_product, inputs, residual_of
 from helpers import BF16, FP16
 from mla_helpers import FORMS, MlaCall, as_halves, as_list, run_and_check
+from oracle import codes
 from stream_helpers import StreamLike
 from torch import nn
 
 import k3cupy
 
 MIB = 2**20
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(_INTEGERS[tensor.element_size()])
 
 
 def poison(tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors:
-        bits(tensor).fill_(0x55)
+        codes(tensor).fill_(0x55)
 
 
 def differing(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -43,7 +39,7 @@ def differing(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> torc
     counts = []
     for a, b in zip(got, want, strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        counts.append((bits(a) != bits(b)).sum())
+        counts.append((codes(a) != codes(b)).sum())
     return torch.stack(counts).sum()
 
 

@@ -476,9 +476,3 @@ def _factors(
             if flat.numel():
                 flat[draw(st.integers(0, flat.numel() - 1))] = draw(st.sampled_from(specials))
     return x, weight, added
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of the memory that a tensor lies in, on the CPU."""
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return flat.set_(tensor.untyped_storage()).cpu().clone()

@@ -215,8 +215,19 @@ def test_a_tensor_whose_shape_cannot_be_read_is_named(make: Callable[[Any], Any]
 def test_a_public_call_that_is_no_call() -> None:
     x, weight = inputs(4, 48, 128)
     for args, kwargs in (((), {}), ((x,), {}), ((x, weight.T), {"out": x}), ((x,) * 5, {})):
-        with pytest.raises(TypeError):
+        with pytest.raises(TypeError, match=r"^dsv3_fused_a_gemm\(\) "):
             k3cupy.dsv3_fused_a_gemm(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("n", "wrong"), [(48, (4, 47)), (48, (5, 48)), (4, (5, 4))])
+def test_case49_an_output_of_another_shape_is_blamed(n: int, wrong: tuple[int, int]) -> None:
+    """In either order, and not a weight that is right; nothing is written."""
+    x, weight = inputs(4, n, 128)
+    out = torch.zeros(wrong, dtype=BF16)
+    for order in ((out, x, weight.T), (x, weight.T, out)):
+        with pytest.raises(ValueError, match=rf"^output: .*got shape \[{wrong[0]}, {wrong[1]}\]"):
+            k3cupy.dsv3_fused_a_gemm(*order)
+    assert not out.any()
 
 
 def test_case15_no_tokens_in_the_public_signature(device: str) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from fake_device import H200, FakeDevice
-from gemm_helpers import fresh_plans, inputs, normal, op, residual_of, run_and_check, same_bits
+from gemm_helpers import inputs, normal, op, residual_of, run_and_check, same_bits
 from helpers import BF16, guarded, refused
 from pdl_helpers import wrong_values_of_a_chain
 from stream_helpers import captured
@@ -29,12 +27,6 @@ SPLIT_WARPGROUPS = k3cupy.FusedAGemmConfig(
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeDevice]:
-    with fresh_plans(tmp_path):
-        yield FakeDevice(monkeypatch)
-
-
-@pytest.fixture
 def has_maps() -> None:
     if not torch.cuda.is_available() or not devices.info(0).has_tensor_maps:
         pytest.skip("needs a GPU of sm_90 to sm_103")
@@ -43,16 +35,16 @@ def has_maps() -> None:
 # Without a GPU
 
 
-def test_a_launch(device: FakeDevice) -> None:
+def test_a_launch(fake_device: FakeDevice) -> None:
     """The map in place of the address and the row stride, and one warp in place of two."""
     x, weight = inputs(9, 100, 128, strides=(136, 1))
     out = op(x, weight, weight_is_static=True, config=MAPPED)
-    (name,) = device.loaded
+    (name,) = fake_device.loaded
     assert name.startswith(
         "k3cupy::fused_a_gemm_mapped_x<16, 32, 128, 4, 3, 4, 1, 1, 2, k3cupy::Product::kWarp, "
     )
-    assert device.settings["block"] == 32 * (4 + 2 + 1) == MAPPED.block_size
-    ((_, arguments),) = device.launches
+    assert fake_device.settings["block"] == 32 * (4 + 2 + 1) == MAPPED.block_size
+    ((_, arguments),) = fake_device.launches
     w, n, k, x_map, tokens, out_at, out_stride, *residual, rows = arguments
     assert (w, n, k, tokens, rows) == (weight.data_ptr(), 100, 128, 9, 32)
     assert x_map == (Box(9, 128, 136, 16), x.data_ptr())
@@ -60,10 +52,10 @@ def test_a_launch(device: FakeDevice) -> None:
     assert type(rows) is np.uint32
 
 
-def test_one_row_has_no_stride(device: FakeDevice) -> None:
+def test_one_row_has_no_stride(fake_device: FakeDevice) -> None:
     x, weight = inputs(1, 100, 128)
     op(x.as_strided((1, 128), (3, 1)), weight, weight_is_static=True, config=MAPPED)
-    ((_, arguments),) = device.launches
+    ((_, arguments),) = fake_device.launches
     assert arguments[3][0] == Box(1, 128, 128, 16)
 
 
@@ -72,7 +64,7 @@ def explained(x: torch.Tensor, k: int, config: k3cupy.FusedAGemmConfig = MAPPED)
     return k3cupy.explain_fused_a_gemm(x, weight, config=config)
 
 
-def test_what_the_copy_engine_takes(device: FakeDevice) -> None:
+def test_what_the_copy_engine_takes(fake_device: FakeDevice) -> None:
     for x in (inputs(9, 1, 128)[0], inputs(9, 1, 128, strides=(136, 1))[0]):
         decision = explained(x, 128)
         assert decision.config == MAPPED
@@ -80,7 +72,7 @@ def test_what_the_copy_engine_takes(device: FakeDevice) -> None:
         assert str(decision.config).endswith("x mapped")
 
 
-def test_rows_that_overlap(device: FakeDevice) -> None:
+def test_rows_that_overlap(fake_device: FakeDevice) -> None:
     x = torch.zeros(4096, dtype=BF16)
     for stride in (0, 64):
         decision = explained(x.as_strided((9, 128), (stride, 1)), 128)
@@ -93,7 +85,7 @@ def test_rows_that_overlap(device: FakeDevice) -> None:
         )
 
 
-def test_rows_that_are_not_aligned(device: FakeDevice) -> None:
+def test_rows_that_are_not_aligned(fake_device: FakeDevice) -> None:
     """The reason names the layout once."""
     decision = explained(inputs(9, 1, 128, strides=(137, 1))[0], 128)
     assert decision.config == COPIED
@@ -101,7 +93,7 @@ def test_rows_that_are_not_aligned(device: FakeDevice) -> None:
     assert "copy warps" not in decision.reason
 
 
-def test_columns_of_a_split_that_end_inside_a_stage(device: FakeDevice) -> None:
+def test_columns_of_a_split_that_end_inside_a_stage(fake_device: FakeDevice) -> None:
     """What lies behind them would meet a weight of zeros, and might be infinite."""
     for k, mapped in ((256, True), (512, True), (384, False), (272, False)):
         decision = explained(inputs(9, 1, k)[0], k, SPLIT_WARPGROUPS)
@@ -113,7 +105,7 @@ def test_columns_of_a_split_that_end_inside_a_stage(device: FakeDevice) -> None:
 
 
 def test_a_configuration_that_other_gpus_do_not_have(
-    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+    fake_device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, _ = inputs(16, 1, 128)
     assert explained(x, 128).config == MAPPED

@@ -17,7 +17,7 @@ import pytest
 import spoils
 import torch
 from gemm_helpers import assert_any_product, same_bits
-from helpers import BF16, CASES, DEVICES, FP16, check_guards
+from helpers import BF16, CASES, DEVICES, FP16, check_guards, whole_memory
 from hypothesis import given, note
 from hypothesis import strategies as st
 from mla_helpers import (
@@ -39,7 +39,6 @@ from strategies import (
     SKINNY_OP,
     GemmCase,
     MlaCase,
-    bytes_of,
     gemm_cases,
     mla_cases,
 )
@@ -76,6 +75,11 @@ def check_counts(before: dict[str, int], tensors: dict[str, Any], *written: str)
     """What was written was counted, and nothing else was. Without tokens nobody asks."""
     for name, count in counts_of(tensors).items():
         assert (count > before[name]) == (name in written), f"the count of writes of {name}"
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the memory that a tensor lies in, on the CPU."""
+    return whole_memory(tensor).cpu().clone()
 
 
 def run_mla(case: MlaCase, device: str) -> None:

@@ -320,7 +320,11 @@ def test_a_fork_does_not_wait_for_its_parents_thread(gpu: FakeGpu) -> None:
 
 
 def test_load_all_begins_nothing_after_a_failure(gpu: FakeGpu) -> None:
-    gpu.on_compile = refuse
+    def refuse_after_a_while(name: str) -> None:
+        time.sleep(0.01)  # as compilers do; else all may be through before the first is heard of
+        refuse(name)
+
+    gpu.on_compile = refuse_after_a_while
     many = [Instance(SOURCE, f"k3cupy::mla_decode_epilogue<{i}>") for i in range(50)]
     with pytest.raises(k3cupy.CompileError):
         instances.load_all(many, 0, max_workers=1)

@@ -2,50 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from fake_device import STREAM, FakeDevice
-from gemm_helpers import fresh_plans, inputs, residual_of
+from gemm_helpers import inputs, residual_of
 from helpers import FP16
 
 import k3cupy
 from k3cupy.kernels import skinny_gemm
 
 CONFIG = k3cupy.SkinnyGemmConfig(5, 64, 3, 2, 8)
+run = partial(k3cupy.skinny_gemm, config=CONFIG, weight_is_static=True)
 
 
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeDevice]:
-    with fresh_plans(tmp_path):
-        yield FakeDevice(monkeypatch)
-
-
-def run(x: Any, weight: Any, out: Any = None, residual: Any = None, **options: Any) -> Any:
-    options = {"config": CONFIG, "weight_is_static": True, **options}
-    return k3cupy.skinny_gemm(x, weight, out=out, residual=residual, **options)
-
-
-def test_a_launch(device: FakeDevice) -> None:
+def test_a_launch(fake_device: FakeDevice) -> None:
     """The arguments are in the kernel's order, with its types; strides are 64-bit."""
     x, weight = inputs(5, 100, 128, strides=(136, 1))
-    out = run(x, weight, None)
+    out = run(x, weight)
     assert out.shape == (5, 100)
     variant = skinny_gemm.Variant("bfloat16", True, False, True)
-    assert device.loaded == [CONFIG.name_expression(variant)]
-    assert device.limits == []
-    assert device.settings == {
+    assert fake_device.loaded == [CONFIG.name_expression(variant)]
+    assert fake_device.limits == []
+    assert fake_device.settings == {
         "grid": 34,
         "block": 64,
         "pdl": True,
         "shared_bytes": 0,
         "cluster": 1,
     }
-    ((stream, arguments),) = device.launches
+    ((stream, arguments),) = fake_device.launches
     assert stream == STREAM
     w, n, k, x_at, x_stride, residual_at, residual_stride, out_at, out_stride = arguments
     assert (w, x_at, out_at) == (weight.data_ptr(), x.data_ptr(), out.data_ptr())
@@ -57,53 +45,53 @@ def test_a_launch(device: FakeDevice) -> None:
     assert all(type(value) is int for value in strides), "Python ints are 64-bit arguments"
 
 
-def test_a_launch_with_a_residual_and_an_output(device: FakeDevice) -> None:
+def test_a_launch_with_a_residual_and_an_output(fake_device: FakeDevice) -> None:
     x, weight = inputs(5, 100, 128, dtype=FP16)
     residual = residual_of(5, 100, dtype=FP16, strides=(107, 1))
     wide = torch.zeros(5, 160, dtype=FP16)
     out = wide[:, 16:116]
-    assert run(x, weight, out, residual, pdl=False) is out
-    assert not device.settings["pdl"]
-    ((_, arguments),) = device.launches
+    assert run(x, weight, residual, out=out, pdl=False) is out
+    assert not fake_device.settings["pdl"]
+    ((_, arguments),) = fake_device.launches
     assert arguments[5:] == [residual.data_ptr(), 107, wide.data_ptr() + 32, 160]
     variant = skinny_gemm.Variant("float16", True, True, True)
-    assert device.loaded == [CONFIG.name_expression(variant)]
+    assert fake_device.loaded == [CONFIG.name_expression(variant)]
 
 
-def test_in_place(device: FakeDevice) -> None:
+def test_in_place(fake_device: FakeDevice) -> None:
     x, weight = inputs(5, 100, 128)
     out = residual_of(5, 100)
-    assert run(x, weight, out, out) is out
-    ((_, arguments),) = device.launches
+    assert run(x, weight, out, out=out) is out
+    ((_, arguments),) = fake_device.launches
     assert arguments[5] == arguments[7] == out.data_ptr()
 
 
-def test_one_row_has_no_stride(device: FakeDevice) -> None:
+def test_one_row_has_no_stride(fake_device: FakeDevice) -> None:
     x, weight = inputs(1, 100, 128)
-    run(x.as_strided((1, 128), (2**62, 1)), weight, None, config=None)
-    ((_, arguments),) = device.launches
+    run(x.as_strided((1, 128), (2**62, 1)), weight, config=None)
+    ((_, arguments),) = fake_device.launches
     assert arguments[4] == 0
-    assert device.loaded[0].endswith(", true, false, true>"), "aligned"
+    assert fake_device.loaded[0].endswith(", true, false, true>"), "aligned"
 
 
-def test_a_plan_serves_other_addresses(device: FakeDevice) -> None:
-    first, second = ((*inputs(5, 100, 128), None, residual_of(5, 100)) for _ in range(2))
+def test_a_plan_serves_other_addresses(fake_device: FakeDevice) -> None:
+    first, second = ((*inputs(5, 100, 128), residual_of(5, 100)) for _ in range(2))
     outs = [run(*tensors, weight_is_static=False) for tensors in (first, second)]
     assert len(outs) == 2, "both are kept, so that they are not one piece of memory"
-    assert len(device.loaded) == 1
-    (_, before), (_, after) = device.launches
+    assert len(fake_device.loaded) == 1
+    (_, before), (_, after) = fake_device.launches
     assert [a == b for a, b in zip(before, after, strict=True)].count(False) == 4
 
 
-def test_no_tokens_no_kernel(device: FakeDevice) -> None:
+def test_no_tokens_no_kernel(fake_device: FakeDevice) -> None:
     x, weight = inputs(0, 100, 128)
     for config in (None, CONFIG):
-        assert run(x, weight, None, config=config).shape == (0, 100)
-    assert device.loaded == []
-    assert device.launches == []
+        assert run(x, weight, config=config).shape == (0, 100)
+    assert fake_device.loaded == []
+    assert fake_device.launches == []
 
 
-def test_the_element_wise_instance_says_why(device: FakeDevice) -> None:
+def test_the_element_wise_instance_says_why(fake_device: FakeDevice) -> None:
     x, weight = inputs(5, 48, 128, strides=(6285, 1))
     decision = k3cupy.explain_skinny_gemm(x, weight, config=CONFIG)
     assert decision.runs_on == "cuda"
@@ -116,16 +104,16 @@ def test_the_element_wise_instance_says_why(device: FakeDevice) -> None:
     )
 
 
-def test_the_grid_covers_every_output(device: FakeDevice) -> None:
+def test_the_grid_covers_every_output(fake_device: FakeDevice) -> None:
     for n, blocks in ((1, 1), (3, 1), (4, 2), (300, 100), (301, 101)):
-        run(*inputs(5, n, 8), None)
-        assert device.settings["grid"] == blocks
+        run(*inputs(5, n, 8))
+        assert fake_device.settings["grid"] == blocks
 
 
 def test_a_configuration_for_other_rows_is_refused_before_anything_is_loaded(
-    device: FakeDevice,
+    fake_device: FakeDevice,
 ) -> None:
     x, weight = inputs(4, 48, 128)
     with pytest.raises(ValueError, match=r"^config: expected num_rows of exactly the 4 .*got 5"):
-        run(x, weight, None)
-    assert device.loaded == []
+        run(x, weight)
+    assert fake_device.loaded == []

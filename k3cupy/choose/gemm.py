@@ -18,7 +18,7 @@ from k3cupy.choose import skinny_gemm as skinny_model
 from k3cupy.choose.table import GEMM, KERNELS, Entry, Table, tables_of, why_unknown
 from k3cupy.kernels import fused_a_gemm, skinny_gemm
 from k3cupy.kernels.fused_a_gemm import MAX_TOKENS, FusedAGemmConfig
-from k3cupy.runtime.devices import DeviceInfo
+from k3cupy.runtime.devices import OLDEST, OLDEST_ARCH, DeviceInfo
 
 FUSED_A, SKINNY = fused_a_gemm.KERNEL, skinny_gemm.KERNEL
 OURS = (FUSED_A, SKINNY)
@@ -132,8 +132,8 @@ def _chosen(
 
 def _why_none(of: _Product, batch_invariant: bool) -> str | None:
     """Return in words why none of our kernels can compute a product, or None where one can."""
-    if of.gpu.compute_capability < (8, 0):
-        return f"{of.gpu.name} is {of.gpu.arch}; our kernels need sm_80"
+    if of.gpu.compute_capability < OLDEST:
+        return f"{of.gpu.name} is {of.gpu.arch}; our kernels need {OLDEST_ARCH}"
     if batch_invariant:
         return why_not(FUSED_A, of.k, min(of.num_tokens, MAX_TOKENS))
     if of.num_tokens > MAX_TOKENS:

@@ -91,7 +91,7 @@ def _backend() -> tuple[str, str, list[str]]:
         found = [devices.info(index) for index in range(devices.count())]
     except Exception as error:  # a GPU that is lost raises CuPy's
         return "nothing", str(error), []
-    needed = f"sm_{devices.OLDEST[0]}{devices.OLDEST[1]}"
+    needed = devices.OLDEST_ARCH
     usable = [i for i in found if i.compute_capability >= devices.OLDEST]
     names = [
         f"{i.index}: {i.name}, {i.arch}, {i.num_sms} SMs, "

@@ -15,6 +15,9 @@ from k3cupy.runtime.tensors import is_integer
 OLDEST = (8, 0)
 """The compute capability from which on the kernels run."""
 
+OLDEST_ARCH = "sm_{}{}".format(*OLDEST)
+"""Its name, for messages."""
+
 
 @dataclass(frozen=True)
 class DeviceInfo:

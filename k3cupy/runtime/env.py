@@ -8,7 +8,7 @@
 | K3CUPY_CACHE_DIR       | where measurements of this machine's GPUs are kept         | once      |
 
 ``1``, ``true``, ``on`` and ``yes`` are on; ``0``, ``false``, ``off``, ``no`` and an empty text off.
-Compiled binaries are kept by CuPy, in the directory that CUPY_CACHE_DIR names.
+Compiled binaries are kept in CuPy's cache folder, which CUPY_CACHE_DIR names.
 """
 
 from __future__ import annotations

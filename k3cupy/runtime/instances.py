@@ -165,10 +165,9 @@ def _compile(instance: Instance, source: sources.Source, device: int) -> LoadedK
         with devices.current(device):
             info = devices.info(device)
             if info.compute_capability < devices.OLDEST:
-                least = "sm_{}{}".format(*devices.OLDEST)
                 raise ToolchainError(
-                    f"GPU {device}: expected {least} or newer, got {info.name}, which is "
-                    f"{info.arch}. Use a newer GPU, or tensors on the CPU"
+                    f"GPU {device}: expected {devices.OLDEST_ARCH} or newer, got {info.name}, "
+                    f"which is {info.arch}. Use a newer GPU, or tensors on the CPU"
                 )
             # With its precompiled headers CuPy reads what lies in the working directory.
             has_pch = getattr(cupy.cuda.compiler, "_use_pch", False)
