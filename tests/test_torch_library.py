@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -380,3 +382,27 @@ def test_symbolic_shapes_are_counted_as_unknown() -> None:
     assert torch.equal(graph(x), F.linear(x, weight))
     (row,) = k3cupy.dispatch_report()
     assert (row.n, row.k, row.num_tokens, row.calls) == (0, 0, 0, 1)
+
+
+def test_the_compiler_never_traces_what_an_eager_layer_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It leaves a function that met eager transforms alone, but looks at what that calls."""
+    layer = nn.Linear(K, N, bias=False, dtype=BF16).requires_grad_(False)
+    plain, x, ignored = copy.deepcopy(layer), normal((2, 3, K), 1), []
+    k3cupy.enable_low_latency_gemm(layer)
+    compiled = torch.compile(layer, backend="eager")
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)  # of objects made half by a trace
+    for run in (compiled, torch.func.vmap(compiled), TRANSFORMS["jvp"](compiled), compiled):
+        assert torch.equal(run(x), plain(x))
+    gc.collect()
+    assert ignored == []
+
+
+def test_the_graph_of_a_layer_holds_the_operator_alone() -> None:
+    """No question that the layer asks while it is traced stays in it."""
+    layer = nn.Linear(K, N, bias=False, dtype=BF16).requires_grad_(False)
+    k3cupy.enable_low_latency_gemm(layer)
+    graphs = Graphs()
+    torch.compile(layer, backend=graphs, fullgraph=True)(normal((3, K), 1))
+    assert graphs.seen == [[str(OPERATOR)]]

@@ -122,7 +122,7 @@ def _may_be_operator(x: Tensor, weight: Tensor) -> bool:
         and x.dtype == weight.dtype == torch.bfloat16
         and x.dim() > 0
         and weight.dim() == 2
-        and not torch._C._are_functorch_transforms_active()
+        and not torch._C._functorch.get_dynamic_layer_stack_depth()
         and torch.autograd.forward_ad._current_level < 0
         and not (torch._C._len_torch_function_stack() and _functions_are_watched())
         and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
