@@ -75,6 +75,36 @@ def test_a_linear_without_columns_or_rows(
     assert torch.equal(torch_of(added, BF16), residual)
 
 
+@pytest.mark.parametrize("wrap", [lambda t: t, numpy_of], ids=["torch", "numpy"])
+@pytest.mark.parametrize(
+    ("of_x", "of_residual"),
+    [((2, 3), (3, 2)), ((2, 3), (6,)), ((2, 3), (2, 2, 3)), ((1,), (3,)), ((), (3,))],
+    ids=str,
+)
+def test_a_residual_whose_rows_are_not_those_of_the_product(
+    wrap: Callable[[Any], Any], of_x: tuple[int, ...], of_residual: tuple[int, ...]
+) -> None:
+    """Though it has as many elements, or could be added if the result were larger."""
+    x, weight = wrap(normal((*of_x, K), 1).float()), wrap(normal((8, K), 2).float())
+    with pytest.raises((ValueError, RuntimeError), match=r"shape|size"):
+        k3cupy.low_latency_linear(x, weight, wrap(normal((*of_residual, 8), 3).float()))
+
+
+@pytest.mark.parametrize("wrap", [lambda t: t, numpy_of], ids=["torch", "numpy"])
+def test_a_residual_for_every_row(wrap: Callable[[Any], Any]) -> None:
+    weight, residual = normal((8, K), 2).float(), normal((8,), 3).float()
+    for shape in ((), (3,), (2, 3)):
+        x = normal((*shape, K), 1).float()
+        out = k3cupy.low_latency_linear(wrap(x), wrap(weight), wrap(residual))
+        want = torch.nn.functional.linear(x, weight, residual)
+        torch.testing.assert_close(torch.as_tensor(out), want)
+
+
+def test_a_weight_of_one_dimension_and_a_residual() -> None:
+    with pytest.raises(RuntimeError, match="mat"):
+        k3cupy.low_latency_linear(normal((2, 3, K), 1), normal((K,), 2), normal((2, 3), 3))
+
+
 @pytest.mark.parametrize("wrap", [numpy_of, jax_of], ids=["numpy", "jax"])
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_arrays_of_other_frameworks(wrap: Callable[[Any], Any], with_residual: bool) -> None:

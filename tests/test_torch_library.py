@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import gc
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +15,8 @@ import torch.nn.functional as F
 from gemm_helpers import normal
 from helpers import BF16
 from torch import nn
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import k3cupy
 from k3cupy.torch import torch_library
@@ -307,3 +313,96 @@ def test_export_gives_the_same_numbers(blocks: tuple[Block, Block]) -> None:
     with torch.no_grad():
         program = torch.export.export(blocks[0], (x,), strict=False)
     close(program.module()(x), blocks[1](x))
+
+
+# Transforms
+
+
+TRANSFORMS: dict[str, Callable[[Any], Callable[[torch.Tensor], Any]]] = {
+    "vmap": lambda f: torch.func.vmap(f),
+    "grad": lambda f: torch.func.grad(lambda x: f(x).float().sum()),
+    "jvp": lambda f: lambda x: torch.func.jvp(f, (x,), (x,))[1],
+    "jacrev": lambda f: torch.func.jacrev(f),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_in_compiled_code_go_through_the_frameworks_linear(
+    transform: str, backend: str
+) -> None:
+    mine = nn.Linear(K, 2, bias=False, dtype=BF16).requires_grad_(False)
+    plain, x = copy.deepcopy(mine), normal((3, K), 1)
+    k3cupy.enable_low_latency_gemm(mine)
+    compiled = torch.compile(TRANSFORMS[transform](mine), backend=backend)
+    assert torch.equal(compiled(x), TRANSFORMS[transform](plain)(x))
+
+
+def test_compiled_code_keeps_a_tangent() -> None:
+    layer = nn.Linear(K, N, bias=False, dtype=BF16).requires_grad_(False)
+    k3cupy.enable_low_latency_gemm(layer)
+    compiled, x = torch.compile(layer, backend="eager"), normal((3, K), 1)
+    compiled(x)
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(compiled(forward_ad.make_dual(x, x))).tangent
+        assert torch.equal(tangent, compiled(x))
+
+
+def dual(f: Any, x: torch.Tensor) -> Any:
+    with forward_ad.dual_level():
+        return f(forward_ad.make_dual(x, x))
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        dual,
+        lambda f, x: torch.func.jvp(f, (x,), (x,)),
+        lambda f, x: torch.compile(lambda x: torch.func.jvp(f, (x,), (x,)), backend="eager")(x),
+    ],
+    ids=["dual", "jvp", "compiled jvp"],
+)
+def test_forward_mode_of_the_operator_is_refused(run: Callable[[Any, torch.Tensor], Any]) -> None:
+    """PyTorch would drop the tangent of an operator that is made in Python."""
+    x, weight = normal((3, K), 1), normal((N, K), 2)
+    with pytest.raises(Exception, match="x: expected a call outside of forward-mode"):
+        run(lambda x: OPERATOR(x, weight), x)
+
+
+def test_an_x_without_dimensions_is_the_frameworks_error() -> None:
+    with pytest.raises(RuntimeError, match="linear"):
+        OPERATOR(torch.ones((), dtype=BF16), normal((N, K), 2))
+
+
+def test_symbolic_shapes_are_counted_as_unknown() -> None:
+    weight, x = normal((N, K), 2), normal((3, K), 1)
+    k3cupy.reset_dispatch_report()
+    make = functools.partial(make_fx, tracing_mode="symbolic", _allow_non_fake_inputs=True)
+    graph = make(lambda x: k3cupy.low_latency_linear(x, weight))(x)
+    assert torch.equal(graph(x), F.linear(x, weight))
+    (row,) = k3cupy.dispatch_report()
+    assert (row.n, row.k, row.num_tokens, row.calls) == (0, 0, 0, 1)
+
+
+def test_the_compiler_never_traces_what_an_eager_layer_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It leaves a function that met eager transforms alone, but looks at what that calls."""
+    layer = nn.Linear(K, N, bias=False, dtype=BF16).requires_grad_(False)
+    plain, x, ignored = copy.deepcopy(layer), normal((2, 3, K), 1), []
+    k3cupy.enable_low_latency_gemm(layer)
+    compiled = torch.compile(layer, backend="eager")
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)  # of objects made half by a trace
+    for run in (compiled, torch.func.vmap(compiled), TRANSFORMS["jvp"](compiled), compiled):
+        assert torch.equal(run(x), plain(x))
+    gc.collect()
+    assert ignored == []
+
+
+def test_the_graph_of_a_layer_holds_the_operator_alone() -> None:
+    """No question that the layer asks while it is traced stays in it."""
+    layer = nn.Linear(K, N, bias=False, dtype=BF16).requires_grad_(False)
+    k3cupy.enable_low_latency_gemm(layer)
+    graphs = Graphs()
+    torch.compile(layer, backend=graphs, fullgraph=True)(normal((3, K), 1))
+    assert graphs.seen == [[str(OPERATOR)]]

@@ -233,6 +233,26 @@ def test_case35_a_mode_that_watches_pytorchs_functions_sees_the_layer(
     assert len(calls) == 1
 
 
+class Doubling(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        out = function(*args, **(kwargs or {}))
+        return 2 * out if function is F.linear else out
+
+
+def test_case35_a_mode_that_changes_pytorchs_linear_in_compiled_code(
+    layer: nn.Linear, x: torch.Tensor
+) -> None:
+    torch._dynamo.reset()
+    enable(layer)
+
+    @functools.partial(torch.compile, backend="eager")
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with Doubling():
+            return layer(x)
+
+    assert torch.equal(run(x), 2 * F.linear(x, layer.weight))
+
+
 def test_fx_traces_the_frameworks_linear(layer: nn.Linear, x: torch.Tensor) -> None:
     enable(layer)
     traced = torch.fx.symbolic_trace(nn.Sequential(layer))

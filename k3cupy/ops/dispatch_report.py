@@ -13,7 +13,7 @@ from k3cupy.runtime.text import printable
 
 logger = logging.getLogger("k3cupy.dispatch")
 
-_MOST_ROWS, _OTHERS = 1000, "whatever came after the first 1000 rows, together"
+_MOST_ROWS, _OTHERS = 1000, "whatever came after the process's first 1000 rows"
 
 
 class Counter:

@@ -45,13 +45,13 @@ def linear(x: Any, weight: Any, residual: Any, stream: Any) -> Any:
 def _torch_linear(torch: Any, x: Any, weight: Any, residual: Any) -> Any:
     if residual is None:
         return torch.nn.functional.linear(x, weight)
-    if x.dim() == 2:
+    if x.dim() == 2 or weight.dim() != 2:
         return torch.addmm(residual, x, weight.t())
     n, k = weight.shape
     # Rows are counted: of no elements PyTorch cannot infer how many there are.
-    added = residual.reshape(residual.shape[:-1].numel(), n)
-    rows = torch.addmm(added, x.reshape(x.shape[:-1].numel(), k), weight.t())
-    return rows.reshape(*x.shape[:-1], n)
+    count, shape = x.shape[:-1].numel(), (*x.shape[:-1], n)
+    added = residual.expand(shape).reshape(count, n)
+    return torch.addmm(added, x.reshape(count, k), weight.t()).reshape(shape)
 
 
 def _array_linear(x: Any, weight: Any, residual: Any) -> Any:
@@ -60,5 +60,7 @@ def _array_linear(x: Any, weight: Any, residual: Any) -> Any:
     terms = [t.astype("float32") if narrow and t is not None else t for t in (x, weight, residual)]
     out = terms[0] @ terms[1].T
     if residual is not None:
-        out = out + terms[2]
+        shape, out = out.shape, out + terms[2]
+        if out.shape != shape:
+            reject("residual", f"shape {list(shape)}", f"shape {list(residual.shape)}")
     return out.astype(x.dtype)

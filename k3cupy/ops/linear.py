@@ -291,5 +291,7 @@ def _counter_of(choice: Choice, values: Values) -> Counter:
     weight: Any = getattr(values[1], "shape", ())
     num_tokens, k = x if len(x) == 2 else (0, 0)
     n = weight[0] if len(weight) == 2 else 0
+    if not (is_integer(n) and is_integer(k) and is_integer(num_tokens)):
+        n = k = num_tokens = 0  # a compiler's symbols
     known = counters.get((choice, n, k, num_tokens))
     return counter_of(choice, n, k, num_tokens) if known is None else known

@@ -2,8 +2,8 @@
 
 A call of ours reads addresses, keeps plans and loads kernels. Traced, that turns into guards on
 ``sys.modules`` and on our dictionaries, which change while the compiler walks through them. So
-``torch.compile`` leaves its graph for a call and goes on behind it. The layers and the operator in
-``k3cupy.torch`` are made to be traced.
+``torch.compile`` leaves its graph for a call and goes on behind it. The layers in ``k3cupy.torch``
+are made to be traced, and become an operator.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from typing import Any, TypeVar
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_ROOMS = ("accept", "call", "choose", "kernels", "ops", "reference", "runtime", "tuning")
+_SKIPPED = (
+    *("accept", "call", "choose", "kernels", "ops", "reference", "runtime", "tuning"),
+    "torch.torch_library",
+)
 _GENERATED = "<k3cupy"
 """How the file names of generated code begin."""
 
@@ -33,8 +36,8 @@ def tell() -> None:
         from torch._dynamo import trace_rules
 
         trace_rules.SKIP_DIRS.append(_GENERATED)
-        for room in _ROOMS:
-            trace_rules.add(f"k3cupy.{room}")
+        for name in _SKIPPED:
+            trace_rules.add(f"k3cupy.{name}")
     told = True
 
 

@@ -6,11 +6,11 @@ is decided when it runs, for the number of tokens, the layout and the device of 
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from k3cupy.ops import linear
 from k3cupy.runtime import streams
@@ -38,12 +38,13 @@ def linear_of_any_rank(
         A new contiguous [..., N] tensor.
     """
     static = weight_is_static and is_settled(weight)
-    if x.dim() == 2:
+    rank = x.dim()
+    if rank == 2 or not rank:
         out = linear.low_latency_linear(
             x, weight, residual, batch_invariant=batch_invariant, weight_is_static=static
         )
     else:
-        shape = (*x.shape[:-1], weight.shape[0])
+        shape = (*x.shape[:-1], *weight.shape[:-1])
         if residual is not None and residual.shape != shape:
             reject("residual", f"shape {list(shape)}", f"shape {list(residual.shape)}")
         out = linear.low_latency_linear(
@@ -67,14 +68,14 @@ def is_settled(weight: Tensor) -> bool:
     captures reads when the graph is replayed: it settles for calls in captures, because a graph
     begins behind whatever was written before it.
     """
-    known = _read_weights.get(id(weight))
+    known = _read_weights.get(weight._cdata)
     if known is None:
         return False
-    reference, address, version, captured = known
+    storage, address, version, captured = known
     return (
-        address == weight.data_ptr()
+        storage.cdata == weight.untyped_storage()._cdata
+        and address == weight.data_ptr()
         and version == weight._version
-        and reference() is weight
         and (not captured or _is_captured(weight))
     )
 
@@ -83,14 +84,26 @@ def settle(weight: Tensor) -> None:
     """Remember that a call has read the weight as it is now."""
     if weight.is_inference():
         return
-    key = id(weight)
-    reference = weakref.ref(weight, lambda _: _forget(key))
-    _read_weights[key] = reference, weight.data_ptr(), weight._version, _is_captured(weight)
+    _read_weights[weight._cdata] = (
+        StorageWeakRef(weight.untyped_storage()),
+        weight.data_ptr(),
+        weight._version,
+        _is_captured(weight),
+    )
+    if len(_read_weights) > _most_weights:
+        _forget()
 
 
-_read_weights: dict[int, tuple[weakref.ref[Tensor], int, int, bool]] = {}
-"""By identity: a weight, its address and version when a call last read it, and whether a CUDA graph
-captured that call."""
+_read_weights: dict[int, tuple[StorageWeakRef, int, int, bool]] = {}
+"""By a weight's identity: its storage, address and version when a call last read it, and whether a
+CUDA graph captured that call.
+
+A weight that went to another type and back may lie at its old address, of its old version, and be
+new. So the storage is compared: a weak reference keeps no memory, but the identity from being given
+out again. The weight itself gets none: PyTorch swaps no tensors to which weak references exist.
+"""
+
+_most_weights = 100
 
 
 def _is_captured(weight: Tensor) -> bool:
@@ -100,15 +113,40 @@ def _is_captured(weight: Tensor) -> bool:
     return streams.is_capturing(streams.current_of("torch", weight.get_device())())
 
 
-def _forget(key: int) -> None:
-    known = _read_weights.get(key)
-    if known is not None and known[0]() is None:
-        _read_weights.pop(key, None)
+def _forget() -> None:
+    """Drop the weights that are gone; the next time is when there are twice as many."""
+    global _most_weights
+    for key, known in list(_read_weights.items()):
+        if known[0].expired() and _read_weights.get(key) is known:
+            _read_weights.pop(key, None)
+    _most_weights = max(100, 2 * len(_read_weights))
 
 
 def _as_rows(t: Tensor) -> Tensor:
     """Return a tensor as [rows, width]: a view, where its strides allow one."""
     return t.reshape(t.shape[:-1].numel(), t.shape[-1])
+
+
+def _operator(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor | None = None,
+    weight_is_static: bool = False,
+    batch_invariant: bool | None = None,
+) -> Tensor:
+    _refuse_forward_mode()
+    return linear_of_any_rank(x, weight, residual, weight_is_static, batch_invariant)
+
+
+def _refuse_forward_mode() -> None:
+    """Refuse a call inside a level of forward-mode AD, whatever its tensors are.
+
+    PyTorch knows no such derivative of an operator made in Python: it takes the tangents away, some
+    before the operator sees its tensors, and says nothing.
+    """
+    if torch.autograd.forward_ad._current_level >= 0:
+        hint = "k3cupy.low_latency_linear has that derivative: there PyTorch's own linear runs"
+        reject("x", "a call outside of forward-mode AD", "one inside", hint, TypeError)
 
 
 def _shape_of(
@@ -119,6 +157,7 @@ def _shape_of(
     batch_invariant: bool | None = None,
 ) -> Tensor:
     """Return a tensor like the operator's result, for tracing."""
+    _refuse_forward_mode()
     torch._check(
         weight.dim() == 2 and x.dim() > 0 and x.shape[-1] == weight.shape[1],
         lambda: f"weight: expected shape [N, K] for x {list(x.shape)}, got {list(weight.shape)}",
@@ -142,7 +181,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 low_latency_linear = torch.library.custom_op(
     "k3cupy::low_latency_linear",
-    linear_of_any_rank,
+    _operator,
     mutates_args=(),
     schema=(
         "(Tensor x, Tensor weight, Tensor? residual=None, bool weight_is_static=False, "

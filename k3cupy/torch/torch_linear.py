@@ -112,7 +112,8 @@ def _functions_are_watched() -> bool:
 def _may_be_operator(x: Tensor, weight: Tensor) -> bool:
     """Return whether a call that is being compiled may become the operator.
 
-    No where the framework's linear does more than the product: gradients and autocast.
+    No where the framework's linear does more than the product, or is not the only one to see it:
+    gradients, transforms, autocast, modes.
     """
     return (
         type(x) in _PLAIN
@@ -120,6 +121,10 @@ def _may_be_operator(x: Tensor, weight: Tensor) -> bool:
         and x.device.type in ("cuda", "cpu")
         and x.dtype == weight.dtype == torch.bfloat16
         and x.dim() > 0
+        and weight.dim() == 2
+        and not torch._C._functorch.get_dynamic_layer_stack_depth()
+        and torch.autograd.forward_ad._current_level < 0
+        and not (torch._C._len_torch_function_stack() and _functions_are_watched())
         and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
         and not (torch.is_autocast_enabled(x.device.type) and _autocast_changes(x))
     )
@@ -173,7 +178,9 @@ def why_not(layer: nn.Module) -> str | None:
         return f"its weight is {str(weight.layout).removeprefix('torch.')}, not dense"
     if weight.dtype != torch.bfloat16:
         return f"its weight is {str(weight.dtype).removeprefix('torch.')}, not bfloat16"
-    if weight.dim() == 2 and not weight.numel():
+    if weight.dim() != 2:
+        return f"its weight has shape {list(weight.shape)}, not [N, K]"
+    if not weight.numel():
         return f"its weight {list(weight.shape)} has no elements: there is nothing to compute"
     return None
 
@@ -202,20 +209,21 @@ def size_of(layer: nn.Module) -> tuple[int, int] | None:
 def exchange(layer: nn.Module, batch_invariant: bool | None) -> None:
     """Give a layer the class that runs the low-latency linear."""
     vars(layer).pop("forward", None)
-    layer.__class__ = LowLatencyLinear
     _set_batch_invariant(layer, batch_invariant)
+    layer.__class__ = LowLatencyLinear
 
 
 def exchange_back(layer: nn.Module) -> bool:
     """Make a layer an ``nn.Linear`` again, and return whether it was exchanged."""
     if type(layer) is not LowLatencyLinear:
         return False
-    _set_batch_invariant(layer, None)
     layer.__class__ = Linear
+    _set_batch_invariant(layer, None)
     return True
 
 
 def _set_batch_invariant(layer: nn.Module, value: Any) -> None:
-    vars(layer).pop("batch_invariant", None)
-    if value is not None:
-        layer.batch_invariant = value
+    if value is None:
+        vars(layer).pop("batch_invariant", None)
+    else:
+        layer.batch_invariant = value  # in one step: another thread may be calling the layer
