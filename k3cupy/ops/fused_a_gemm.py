@@ -162,7 +162,7 @@ def _ends_with_output(first: Any, second: Any, third: Any) -> bool:
             return False
         if third is not None and third.shape != (rows, n):
             out_rows, _ = third.shape
-            return n != out_rows  # of neither order: that of which one tensor is wrong
+            return bool(n != out_rows)  # of neither order: that of which one tensor is wrong
         # Three squares of one size fit either order; the weight is the one seen transposed.
         return rows != k or k != n or producers.view(second, "mat_b").strides == (1, k)
     except Exception:  # one that has no shape: told, by its name, where the call is checked
