@@ -19,6 +19,9 @@ from k3cupy.torch.torch_library import linear_of_any_rank
 _PLAIN = (Tensor, nn.Parameter)
 """Classes whose data is what it looks like: no quantised, sharded or fake tensors."""
 
+_NONE = type(None)
+"""What no transform is. The compiler traces a look at its class; `is None` it takes for false."""
+
 _own_forward: Any = None
 """``Linear.forward`` as PyTorch has it; None until it was seen without a replacement."""
 
@@ -122,7 +125,7 @@ def _may_be_operator(x: Tensor, weight: Tensor) -> bool:
         and x.dtype == weight.dtype == torch.bfloat16
         and x.dim() > 0
         and weight.dim() == 2
-        and not torch._C._functorch.get_dynamic_layer_stack_depth()
+        and isinstance(torch._C._functorch.peek_interpreter_stack(), _NONE)
         and torch.autograd.forward_ad._current_level < 0
         and not (torch._C._len_torch_function_stack() and _functions_are_watched())
         and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
