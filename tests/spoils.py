@@ -172,7 +172,7 @@ def of_what_is_written(name: str, *others: str) -> Iterator[Spoil]:
 
 
 def overlap(written: str, other: str) -> Spoil:
-    """The first element of the other lies within what is written."""
+    """The first element of the other covers the last byte of what is written."""
 
     def span(t: torch.Tensor) -> int:
         reach = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
@@ -180,16 +180,19 @@ def overlap(written: str, other: str) -> Spoil:
 
     def both(args: Args) -> Args:
         a, b = args[written], args[other]
-        at = (span(a) - a.element_size()) // 16 * 16
-        if at == 0 and other == "residual":
-            at = a.element_size()  # at the very same place it would be added in place
-        size = -(-max(at + span(b), span(a)) // 16) * 16
+        begin = (span(a) - 1) // b.element_size()
+        size = -(-(begin * b.element_size() + span(b)) // 16) * 16
         memory = torch.zeros(size, dtype=torch.uint8, device=a.device)
         first = memory.view(a.dtype).as_strided(a.shape, a.stride(), 0)
-        begin = at // b.element_size()
         return {written: first, other: memory.view(b.dtype).as_strided(b.shape, b.stride(), begin)}
 
-    return Spoil(written, f"overlaps {other}", both, (written, other), (written, other))
+    def is_apart(t: torch.Tensor) -> bool:
+        """At the very same place a residual would be added in place."""
+        return other != "residual" or t.numel() > 1
+
+    return Spoil(
+        written, f"overlaps {other}", both, (written, other), (written, other), when=is_apart
+    )
 
 
 def of_flags(*names: str) -> Iterator[Spoil]:
