@@ -221,6 +221,7 @@ def test_batch_invariance_follows_the_last_call() -> None:
     for value in (None, True, False, None):
         k3cupy.enable_low_latency_gemm(layer, batch_invariant=value)
         assert layer.batch_invariant is value
+    k3cupy.disable_low_latency_gemm(layer)
     assert "batch_invariant" not in vars(layer)
 
 

@@ -212,7 +212,9 @@ def size_of(layer: nn.Module) -> tuple[int, int] | None:
 def exchange(layer: nn.Module, batch_invariant: bool | None) -> None:
     """Give a layer the class that runs the low-latency linear."""
     vars(layer).pop("forward", None)
-    _set_batch_invariant(layer, batch_invariant)
+    # In the layer even where it is None: compiled code of PyTorch 2.11 guards what a layer holds,
+    # not its class. In one step, and first: another thread may be calling the layer.
+    vars(layer)["batch_invariant"] = batch_invariant
     layer.__class__ = LowLatencyLinear
 
 
@@ -221,12 +223,5 @@ def exchange_back(layer: nn.Module) -> bool:
     if type(layer) is not LowLatencyLinear:
         return False
     layer.__class__ = Linear
-    _set_batch_invariant(layer, None)
+    layer.__dict__.pop("batch_invariant", None)
     return True
-
-
-def _set_batch_invariant(layer: nn.Module, value: Any) -> None:
-    if value is None:
-        vars(layer).pop("batch_invariant", None)
-    else:
-        layer.batch_invariant = value  # in one step: another thread may be calling the layer
