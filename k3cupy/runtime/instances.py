@@ -7,11 +7,10 @@ compiles.
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -211,27 +210,13 @@ def _by_cupy(cupy: Any, instance: Instance, source: sources.Source, _: str) -> t
     except OSError as error:  # CuPy writes the text to a temporary file
         toolchain.warn_of_cache(error)
         asked = binaries.Asked()
-        with _cupy_in_memory():
+        with _memory_cache_lock, toolchain.environment("CUPY_CACHE_IN_MEMORY", "1"):
             built = build()
     if not asked.found:
         _check_unchanged(source, instance.source)
     for key, content in asked.made.items():
         binaries.keep(key, content)
     return built
-
-
-@contextlib.contextmanager
-def _cupy_in_memory() -> Iterator[None]:
-    with _memory_cache_lock:
-        before = os.environ.get("CUPY_CACHE_IN_MEMORY")
-        os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
-        try:
-            yield
-        finally:
-            if before is None:
-                del os.environ["CUPY_CACHE_IN_MEMORY"]
-            else:
-                os.environ["CUPY_CACHE_IN_MEMORY"] = before
 
 
 def _by_cuda_core(

@@ -74,7 +74,6 @@ def _folder_for_cupy() -> Iterator[None]:
     if "cupy" in sys.modules:
         yield
         return
-    before = os.environ.get("CUPY_CACHE_DIR")
     try:
         folder = cache_directory()
         make_private(folder)
@@ -82,14 +81,22 @@ def _folder_for_cupy() -> Iterator[None]:
         warn_of_cache(error)
         os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
         folder = Path("/")  # which is everywhere, and not used then
-    os.environ["CUPY_CACHE_DIR"] = str(folder)
+    with environment("CUPY_CACHE_DIR", str(folder)):
+        yield
+
+
+@contextlib.contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    """Set a variable of the environment, and put back at the end what was there."""
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
         yield
     finally:
         if before is None:
-            del os.environ["CUPY_CACHE_DIR"]
+            del os.environ[name]
         else:
-            os.environ["CUPY_CACHE_DIR"] = before
+            os.environ[name] = before
 
 
 def make_private(folder: Path) -> None:
