@@ -127,15 +127,9 @@ def _as_rows(t: Tensor) -> Tensor:
     return t.reshape(t.shape[:-1].numel(), t.shape[-1])
 
 
-def _operator(
-    x: Tensor,
-    weight: Tensor,
-    residual: Tensor | None = None,
-    weight_is_static: bool = False,
-    batch_invariant: bool | None = None,
-) -> Tensor:
+def _operator(*arguments: Any) -> Tensor:
     _refuse_forward_mode()
-    return linear_of_any_rank(x, weight, residual, weight_is_static, batch_invariant)
+    return linear_of_any_rank(*arguments)
 
 
 def _refuse_forward_mode() -> None:
@@ -149,13 +143,7 @@ def _refuse_forward_mode() -> None:
         reject("x", "a call outside of forward-mode AD", "one inside", hint, TypeError)
 
 
-def _shape_of(
-    x: Tensor,
-    weight: Tensor,
-    residual: Tensor | None = None,
-    weight_is_static: bool = False,
-    batch_invariant: bool | None = None,
-) -> Tensor:
+def _shape_of(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
     """Return a tensor like the operator's result, for tracing."""
     _refuse_forward_mode()
     torch._check(
