@@ -341,36 +341,37 @@ def test_a_header_that_goes_and_comes_back(tree: Path) -> None:
 # Errors
 
 
-@pytest.mark.parametrize("how", ["one missing", "no folder"])
+@pytest.fixture(params=["one missing", "no folder"])
+def incomplete(request: pytest.FixtureRequest, tree: Path) -> Path:
+    """A folder of sources without that of the fused-A GEMM."""
+    (tree / "fused_a_gemm.cu").unlink()
+    return tree if request.param == "one missing" else tree / "none"
+
+
 def test_tensors_on_the_cpu_need_no_sources(
-    how: str, tree: Path, monkeypatch: pytest.MonkeyPatch
+    incomplete: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is missing is an error of the call that has to compile it."""
-    folder = tree if how == "one missing" else tree / "none"
-    (tree / "fused_a_gemm.cu").unlink()
-    monkeypatch.setenv("K3CUPY_SOURCE_DIR", str(folder))
+    monkeypatch.setenv("K3CUPY_SOURCE_DIR", str(incomplete))
     x, weight = torch.ones(2, 128).bfloat16(), torch.ones(16, 128).bfloat16()
     for function in (k3cupy.fused_a_gemm, k3cupy.low_latency_linear):
         assert torch.equal(function(x, weight), torch.full((2, 16), 128.0).bfloat16())
     with pytest.raises(k3cupy.ToolchainError, match=r"K3CUPY_SOURCE_DIR|a_gemm\.cu cannot"):
         sources.load("fused_a_gemm.cu")
     first = sources.epoch("fused_a_gemm.cu")
-    shutil.copytree(sources.shipped(), folder, dirs_exist_ok=True)
+    shutil.copytree(sources.shipped(), incomplete, dirs_exist_ok=True)
     assert sources.epoch("fused_a_gemm.cu") != first, "no plan of before fits any more"
 
 
-@pytest.mark.parametrize("how", ["one missing", "no folder"])
 def test_a_gpu_that_needs_a_missing_source_says_so(
-    how: str, tree: Path, monkeypatch: pytest.MonkeyPatch
+    incomplete: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A linear layer does not fall back: its user wants to run the edited kernel."""
-    folder = tree if how == "one missing" else tree / "none"
-    (tree / "fused_a_gemm.cu").unlink()
     DispatchDevice(monkeypatch)
     monkeypatch.setattr(instances, "load", lambda instance, _: sources.load(instance.source))
     x = CudaTensor.of(torch.empty(4, 1536, dtype=torch.bfloat16), 0)
     weight = CudaTensor.of(torch.empty(2304, 1536, dtype=torch.bfloat16), 0)
-    monkeypatch.setenv("K3CUPY_SOURCE_DIR", str(folder))
+    monkeypatch.setenv("K3CUPY_SOURCE_DIR", str(incomplete))
     with pytest.raises(k3cupy.ToolchainError, match=r"K3CUPY_SOURCE_DIR|a_gemm\.cu cannot"):
         k3cupy.low_latency_linear(x, weight)
 
