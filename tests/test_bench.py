@@ -270,34 +270,42 @@ def test_bench_without_a_gpu_is_one_clear_line(which: str) -> None:
 
 OF_DECODE, OF_PREFILL, OF_GEMM = "decode_h200_bars", "prefill_h200_bars", "gemm_h200_bars"
 KINDS = ("16bit+same", "fp8+fp8")
+SMALL, MODEL = ("end", "none"), ("gemm", "none")
+"""Neighbours: small kernels, and the model's product before it."""
+
 ASKED = [
     # The options, the committed results that stand for the measured ones, what each run is given
     (
         "decode --kind fp8+fp8 --tokens 4 --heads 6 --chain-only",
         OF_DECODE,
-        [(("fp8+fp8",), (4,), 6, [("chain", True)])],
+        [(("fp8+fp8",), (4,), 6, [("chain", True)], MODEL)],
     ),
     (
         "decode --kind 16bit+same --kind fp8+fp8",
         OF_DECODE,
         [
-            (KINDS, TOKENS[MLA_DECODE], 12, [("chain", True)]),
+            (KINDS, TOKENS[MLA_DECODE], 12, [("chain", True)], MODEL),
             (
                 KINDS,
                 (1, 4, 16, 64, 65, 128, 512),
                 12,
                 [("chain", False), ("alone", True), ("alone", False)],
+                MODEL,
             ),
         ],
     ),
     (
         "prefill --op kv_concat --tokens 7 --rope",
         OF_PREFILL,
-        [(["fused_mla_kv_concat"], (7,), 12, True)],
+        [(["fused_mla_kv_concat"], (7,), 12, True, SMALL)],
     ),
-    ("prefill", OF_PREFILL, [(OPS, TOKENS[MLA_PREFILL], 12, False)]),
-    ("gemm --shape 2112x7168 --tokens 3", OF_GEMM, [(((2112, 7168),), (3,))]),
-    ("gemm", OF_GEMM, [([(p.n, p.k) for p in projections.shapes()], TOKEN_CLASSES)]),
+    (
+        "prefill --producer gemm --consumer early",
+        OF_PREFILL,
+        [(OPS, TOKENS[MLA_PREFILL], 12, False, ("gemm", "early"))],
+    ),
+    ("gemm --shape 2112x7168 --tokens 3", OF_GEMM, [(((2112, 7168),), (3,), SMALL)]),
+    ("gemm", OF_GEMM, [([(p.n, p.k) for p in projections.shapes()], TOKEN_CLASSES, SMALL)]),
     ("linear --shape 2112x7168", "linear_h200_bars", [(((2112, 7168),), tuple(range(1, 17)))]),
 ]
 
@@ -316,7 +324,7 @@ def test_bench_measures_what_is_asked_for(
     monkeypatch.setattr(
         module,
         "as_document",
-        lambda entries, commit: {**measured_there, "commit": f"{commit} of {len(entries)}"},
+        lambda entries, commit, *_: {**measured_there, "commit": f"{commit} of {len(entries)}"},
     )
     path = tmp_path / "folder/found.json"
     done = CliRunner().invoke(main, ["bench", name, *words, "--json", str(path), "--commit", "abc"])

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from k3cupy.runtime import devices
 from k3cupy.runtime.devices import DeviceInfo
-from k3cupy.timing import cold, environment, graphs
+from k3cupy.timing import chain, cold, environment, graphs
 from k3cupy.timing.products import Product
 
 BF16 = torch.bfloat16
@@ -92,7 +95,10 @@ def test_recorded_bodies_are_timed_again_and_again() -> None:
         (us,) = recorded.measure(["linear"], effort)
         assert 0 < us < 1000
     timer = cold.Timer(weights, graphs.Effort(rounds=1))
-    assert all(0 < us < 1000 for us in (*timer.cold([product.linear] * 2), *timer.hot([torch.abs])))
+    times = *timer.alone([product.linear] * 2), *timer.hot([torch.abs])
+    assert all(0 < us < 1000 for us in times)
+    for kinds in itertools.product(chain.KINDS, chain.KINDS):
+        assert all(0 < us < 1000 for us in timer.added([product.linear], product.chain(*kinds)))
 
 
 def test_sets_of_tensors_take_turns() -> None:
@@ -107,3 +113,83 @@ def test_a_graph_holds_every_weight() -> None:
     assert cold.launches_of([torch.empty(96, 256)] * 3) == 60
     assert cold.launches_of([torch.empty(96, 256)] * 700) == 700
     assert cold.launches_of([torch.empty(7168, 14336, device="meta")] * 2) == 16
+
+
+def test_a_chain_is_producer_middle_consumer() -> None:
+    met: list[str] = []
+    link = chain.Chain(lambda: met.append("write"), lambda: met.append("read"))
+    link.around(lambda: met.append("product"))()
+    link.around()()
+    assert met == ["write", "product", "read", "write", "read"]
+
+
+def test_what_is_added_is_counted_from_the_chain_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each name from its own base; what hides behind its neighbours adds next to nothing, not 0."""
+    us = {"base": 1.5, "other": 3.0, "a": 10.0, "b": 4.0, "hidden": 1.25}
+    recorded = graphs.Recorded(60)
+    asked: list[list[str]] = []
+
+    def measure(names: list[str], effort: graphs.Effort) -> list[float]:
+        asked.append(names)
+        return [us[name] for name in names]
+
+    monkeypatch.setattr(recorded, "measure", measure)
+    names, bases = ["a", "b", "hidden"], ["base", "other", "base"]
+    assert recorded.added(names, bases, graphs.Effort()) == [8.5, 1.0, 0.0001]
+    assert asked == [["base", "other", "a", "b", "hidden"]], "in the same turns"
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, bool, list[Any]]]:
+    """The small kernels' launches: name, grid, PDL and arguments."""
+    found: list[tuple[str, int, bool, list[Any]]] = []
+
+    def make(device: int, kernel: str, *, grid: int, block: int, pdl: bool) -> Any:
+        return lambda stream, arguments: found.append((kernel, grid, pdl, list(arguments)))
+
+    gpu = DeviceInfo(0, "NVIDIA H200", (9, 0), 132, 232_448)
+    named = lambda instance, device: SimpleNamespace(kernel=instance.name_expression)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(chain.instances, "load", named)
+    monkeypatch.setattr(chain.launch, "make_launcher", make)
+    monkeypatch.setattr(chain.devices, "info", lambda index: gpu)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "trigger"), [("end", "kEnd"), ("early", "kEarly"), ("none", "kNone")]
+)
+def test_the_ends_of_a_chain(kind: str, trigger: str, launches: list[Any]) -> None:
+    """A chunk a thread of the rows of x, wherever they lie; a block an SM that reads the output."""
+    product = Product(96, 256, 5, row_width=640, offset=64, device="cpu")
+    product.chain(kind, kind, x=product.strided).around()()
+    (wrote, grid, pdl, arguments), (read, readers, _, of) = launches
+    assert wrote == f"k3cupy::write_rows<k3cupy::Trigger::{trigger}>"
+    assert read == f"k3cupy::read_all<k3cupy::Trigger::{trigger}>"
+    assert (grid, readers, pdl) == (1, 132, True)
+    assert arguments[1:] == [5 * 256 // 8, 256 // 8, product.strided.data_ptr(), 2 * 640]
+    assert of[:2] == [product.out.data_ptr(), 5 * 96 // 8]
+
+
+def test_a_product_may_come_before_and_behind(launches: list[Any]) -> None:
+    product = Product(96, 256, 5, device="cpu")
+    before = product.x.clone()
+    product.out.zero_()
+    product.chain("gemm", "gemm").around()()
+    assert not launches
+    assert product.x.isfinite().all() and not torch.equal(product.x, before)
+
+
+def test_a_neighbour_touches_a_part_of_what_is_large(launches: list[Any]) -> None:
+    """It is there for the place: a long prompt's neighbours would hide what stands between them."""
+    large = torch.empty(40_000, 4, 192, device="cpu", dtype=BF16)
+    chain.consumer_of(large)()
+    assert launches[0][3][1] <= (8 << 20) // 16 < large.numel() // 8
+
+
+def test_a_neighbour_that_does_not_exist_is_refused(launches: list[Any]) -> None:
+    with pytest.raises(ValueError, match="kind: expected one of end, early, none, gemm, got 'x'"):
+        chain.consumer_of(torch.empty(2, 8, dtype=BF16), "x")

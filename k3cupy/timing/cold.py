@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from k3cupy.timing.chain import Chain
 from k3cupy.timing.graphs import Effort, Recorded, in_turns
 
 COLD_BYTES = 300 << 20
@@ -46,21 +47,42 @@ class Timer:
     def __init__(self, weights: Sequence[torch.Tensor], effort: Effort | None = None) -> None:
         self._weights, self._effort = weights, effort or Effort()
 
-    def cold(self, bodies: Sequence[Body]) -> list[float]:
-        """Return the microseconds of one launch of each body."""
-        return self._measure(bodies, hot=False)
+    def added(self, bodies: Sequence[Body], chains: Chain | Sequence[Chain]) -> list[float]:
+        """Return the microseconds that one launch of each body adds to a chain: what counts.
+
+        Args:
+            bodies: calls that take the weight.
+            chains: the chain around all of them, or one for each.
+        """
+        every = [chains] * len(bodies) if isinstance(chains, Chain) else list(chains)
+        return self._measure(bodies, self._weights, every)
+
+    def alone(self, bodies: Sequence[Body]) -> list[float]:
+        """Return the microseconds of one launch of each body that follows itself."""
+        return self._measure(bodies, self._weights)
 
     def hot(self, bodies: Sequence[Body]) -> list[float]:
         """The same with one weight, which stays in L2 where it fits."""
-        return self._measure(bodies, hot=True)
+        return self._measure(bodies, self._weights[:1])
 
-    def _measure(self, bodies: Sequence[Body], *, hot: bool) -> list[float]:
+    def _measure(
+        self,
+        bodies: Sequence[Body],
+        weights: Sequence[torch.Tensor],
+        chains: Sequence[Chain] | None = None,
+    ) -> list[float]:
         times: list[float] = []
-        weights = self._weights[:1] if hot else self._weights
         for start in range(0, len(bodies), _GRAPHS_AT_ONCE):
             some = Recorded(launches_of(self._weights))
             names = range(start, min(start + _GRAPHS_AT_ONCE, len(bodies)))
             for i in names:
-                some.record(i, in_turns(bodies[i], weights))
-            times += some.measure(names, self._effort)
+                body = in_turns(bodies[i], weights)
+                some.record(i, chains[i].around(body) if chains else body)
+            if chains is None:
+                times += some.measure(names, self._effort)
+                continue
+            bases = [chains[i] for i in names]
+            for chain in dict.fromkeys(bases):
+                some.record(chain, chain.around())
+            times += some.added(names, bases, self._effort)
         return times

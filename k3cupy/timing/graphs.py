@@ -13,6 +13,9 @@ import torch
 
 _T = TypeVar("_T")
 
+_LEAST_US = 0.0001
+"""What hides behind its neighbours adds no time; a table has no times of 0."""
+
 
 def capture(body: Callable[[], Any], launches: int) -> torch.cuda.CUDAGraph:
     """Record ``launches`` calls of ``body`` one after the other, after one call to warm up.
@@ -92,6 +95,15 @@ class Recorded:
     def record(self, name: Hashable, body: Callable[[], Any]) -> None:
         """Keep a body under a name."""
         self._graphs[name] = capture(body, self._launches)
+
+    def added(
+        self, names: Sequence[Hashable], bases: Sequence[Hashable], effort: Effort
+    ) -> list[float]:
+        """Return the microseconds that each body adds to its base, measured in the same turns."""
+        every = list(dict.fromkeys((*bases, *names)))
+        us = dict(zip(every, self.measure(every, effort), strict=True))
+        pairs = zip(names, bases, strict=True)
+        return [max(round(us[name] - us[base], 4), _LEAST_US) for name, base in pairs]
 
     def __contains__(self, name: Hashable) -> bool:
         """Whether a body was recorded under a name."""
