@@ -299,6 +299,11 @@ def test_what_makes_no_table_is_one_clear_line(exports: list[Path], tmp_path: Pa
     exports[1].write_text(exports[1].read_text().replace("Test GPU", "NVIDIA B200"))
     code, output = apply(*exports, "--tables", tmp_path)
     assert (code, output) == (1, "Error: expected runs of one gpu, got NVIDIA B200, Test GPU\n")
+    alone = exports[0].read_text().replace("us added to the chain, cold weights", "us a launch")
+    exports[1].write_text(alone)
+    code, output = apply(*exports, "--tables", tmp_path)
+    told = "expected runs measured in one way, got us a launch and us added to the chain, cold"
+    assert code == 1 and output.startswith(f"Error: {told}")
     gemm = tmp_path / "gemm.json"
     gemm.write_text(json.dumps(gemm_document(gemm_entry())))
     code, output = apply(gemm, "--tables", tmp_path)

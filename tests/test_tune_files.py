@@ -198,6 +198,10 @@ def of_other_kernels(document: dict[str, Any]) -> None:
     document["sources"] = "0123"
 
 
+def measured_alone(document: dict[str, Any]) -> None:
+    document["unit"] = "us a launch, cold weights"
+
+
 def not_measured(document: dict[str, Any]) -> None:
     document["problems"]["bfloat16 2112x7168"][0] = {"size": 1, "kernel": "skinny", "config": None}
 
@@ -234,6 +238,7 @@ def with_an_impossible_config(document: dict[str, Any]) -> None:
     [
         (of_another_gpu, "^those of NVIDIA B200 in"),
         (of_other_kernels, "^those of"),
+        (measured_alone, "^'us a launch, cold weights' in"),
         (not_measured, "figures that nobody measured"),
         (of_an_architecture, "figures that nobody measured"),
         (of_a_later_schema, "expected schema 2, got 3"),
