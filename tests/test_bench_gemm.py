@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from tune_helpers import GPU, FakeMeter, made_up_us, use_fake_gpu
 from tune_helpers import run as tune_with
 
-from k3cupy.bench import forms, report
+from k3cupy.bench import floor, forms, report
 from k3cupy.choose.gemm import candidates
 from k3cupy.choose.table import GEMM, entry_of, parts_of, table_text
 from k3cupy.cli import main
@@ -340,3 +340,26 @@ def test_a_small_run_of_low_latency_linear_on_the_gpu(monkeypatch: pytest.Monkey
         assert not entry.reason.startswith("row stride"), "the slices are taken as they are"
     assert all(us > 0 for us in linear.host_time(1536, 128).values())
     assert len(linear.remarks(found)) == 2
+
+
+# The floor
+
+
+@pytest.mark.parametrize("vectors", [1, 24_576, 1_892_352, 5_634_048])
+@pytest.mark.parametrize("form", floor.FORMS, ids=str)
+def test_every_form_of_the_floor_reads_every_byte_once(form: floor.Form, vectors: int) -> None:
+    """Each block's part, each thread's steps through it: their lengths are all the vectors."""
+    blocks, block_step, thread_step, of_block = form.numbers(vectors, 132)
+    if thread_step == form.block_size:
+        assert block_step == of_block and blocks * of_block >= vectors > (blocks - 1) * of_block
+    else:
+        assert (block_step, thread_step) == (form.block_size, blocks * form.block_size)
+        assert of_block == vectors
+    if not form.blocks_per_sm:
+        assert of_block <= form.block_size * form.in_flight, "one pass"
+
+
+def test_a_floor_that_a_product_beats_is_reported_as_none() -> None:
+    assert floor.remark([("96x128 at M = 1", 1.3, 1.4)]) == "No product was faster than the floor."
+    told = floor.remark([("96x128 at M = 1", 1.78, 1.32), ("96x128 at M = 2", 1.3, 1.3)])
+    assert told.startswith("A floor that a product beats is none: 1 here, 96x128 at M = 1 (1.32 us")

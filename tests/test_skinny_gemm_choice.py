@@ -50,9 +50,10 @@ def test_candidates_differ_and_hold_public_settings() -> None:
     for n, k in SHAPES:
         for tokens in range(1, 9):
             found = candidates(n, k, tokens, H200)
-            assert len(found) == 16
             if k < 768:
+                assert 8 <= len(found) <= 16
                 continue
+            assert len(found) == 16
             assert len({c.block_size for c in found}) >= 3, f"{n} x {k}, M = {tokens}"
             assert len({c.outputs_per_block for c in found}) >= 3, f"{n} x {k}, M = {tokens}"
     settings = [

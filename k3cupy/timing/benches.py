@@ -43,7 +43,7 @@ class GemmBench:
 
     def __init__(self, n: int, k: int, tokens: int, residual: bool, pool: Any) -> None:
         self._product = Product(n, k, tokens, residual=residual)
-        self._weights, self.launches, self.first = cold.in_short(cold.weights_of(n, k, pool), pool)
+        self._weights, self.launches, self.first = cold.in_short(cold.weights_of(n, k, pool))
         self._chain = self._product.chain()
 
     def check(self, kernel: str, config: Any) -> str | None:

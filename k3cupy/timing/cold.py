@@ -42,20 +42,20 @@ def launches_of(weights: Sequence[torch.Tensor]) -> int:
 
 
 def in_short(
-    weights: Sequence[torch.Tensor], pool: torch.Tensor
+    weights: Sequence[torch.Tensor],
 ) -> tuple[Sequence[torch.Tensor], int, Callable[[], Any] | None]:
     """Return what a tuner's many graphs do with: fewer weights, and launches of one graph.
 
-    Where so few small weights would be found in L2, the third is what reads the rest of the pool,
-    once a graph: they are as cold as if all took turns.
+    Where so few small weights would be found in L2, they lie far apart, and the third is what reads
+    other memory, once a graph: they are as cold as if all took turns.
     """
-    few = weights[:_LAUNCHES]
+    few = weights[:: -(-len(weights) // _LAUNCHES)]
     launches = max(min(launches_of(few), _LAUNCHES_TO_TUNE), len(few))
     if len(few) == len(weights):
         return few, launches, None
-    rest = pool[len(few) * few[0].numel() : COLD_BYTES // 2]
-    total = torch.empty((), device=pool.device, dtype=pool.dtype)
-    return few, launches, lambda: torch.sum(rest, 0, out=total)
+    other = torch.zeros(COLD_BYTES // 2, device=few[0].device, dtype=torch.bfloat16)
+    total = other.new_empty(())
+    return few, launches, lambda: torch.sum(other, 0, out=total)
 
 
 class Timer:
