@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench_helpers import ROOT, document
+from bench_helpers import ROOT, document, on_no_gpu, timed_as
 from click.testing import CliRunner
 from tune_helpers import GPU, FakeMeter, made_up_us, use_fake_gpu
 from tune_helpers import run as tune_with
@@ -19,6 +19,7 @@ from k3cupy.bench import floor, forms, report
 from k3cupy.choose.gemm import candidates
 from k3cupy.choose.table import GEMM, entry_of, parts_of, table_text
 from k3cupy.cli import main
+from k3cupy.kernels.fused_a_gemm import FusedAGemmConfig
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.tuning import files
 from k3cupy.tuning.entries import LINEAR, Candidate, entry_from, times_of
@@ -363,3 +364,31 @@ def test_a_floor_that_a_product_beats_is_reported_as_none() -> None:
     assert floor.remark([("96x128 at M = 1", 1.3, 1.4)]) == "No product was faster than the floor."
     told = floor.remark([("96x128 at M = 1", 1.78, 1.32), ("96x128 at M = 2", 1.3, 1.3)])
     assert told.startswith("A floor that a product beats is none: 1 here, 96x128 at M = 1 (1.32 us")
+
+
+def test_a_product_is_what_it_adds_and_alone_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The floor is the best of its forms in the same place; strided x has a chain of its own."""
+    from k3cupy.bench import gemm
+    from k3cupy.timing.products import Product
+
+    small = on_no_gpu(monkeypatch)
+
+    def us(names: list[str]) -> float:
+        ends = [name for name in names if "read_all" in name or "write_rows" in name]
+        streams = [name for name in names if "stream_bytes" in name]
+        return 3.0 * bool(ends) + 1.5 * len(streams) + 2.0
+
+    timed_as(monkeypatch, small, us)
+    config = FusedAGemmConfig(8, 16, 64, 2, 2, 4, 1, 1, 1)
+    monkeypatch.setattr(gemm, "chosen", lambda *_, **__: config)
+    product = Product(96, 256, 5, device="cpu")
+    weights = [torch.randn(96, 256, dtype=torch.bfloat16) for _ in range(2)]
+    once, _ = floors = [floor.body_of(form, weights[0]) for form in floor.FORMS[:2]]
+    floors[1] = lambda weight: [once(weight), once(weight)]
+    found = gemm.run_entry(product, weights, floors, ("early", "none"))
+    assert found.floor_us == 1.5 and found.alone_us == {"floor": 3.5, "linear": 2.0, "ours": 2.0}
+    assert found.linear_us == found.strided_us == found.waiting_us == found.invariant_us == 0.0001
+    assert found.candidates[0]["us"] == 0.0001
+    written = {s.arguments[3] for s in small if "write_rows" in s.name}
+    assert written == {product.x.data_ptr(), product.strided.data_ptr()}
+    assert all("kEarly" in s.name for s in small if "write_rows" in s.name)

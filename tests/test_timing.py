@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,10 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from bench_helpers import Small, on_no_gpu
 
+from k3cupy.kernels.skinny_gemm import SkinnyGemmConfig
 from k3cupy.runtime import devices
 from k3cupy.runtime.devices import DeviceInfo
-from k3cupy.timing import chain, cold, environment, graphs
+from k3cupy.timing import benches, chain, cold, environment, graphs
+from k3cupy.timing.decode_step import DecodeStep
+from k3cupy.timing.prefill_step import PrefillStep
 from k3cupy.timing.products import Product
 
 BF16 = torch.bfloat16
@@ -142,27 +147,14 @@ def test_what_is_added_is_counted_from_the_chain_without_it(
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, bool, list[Any]]]:
-    """The small kernels' launches: name, grid, PDL and arguments."""
-    found: list[tuple[str, int, bool, list[Any]]] = []
-
-    def make(device: int, kernel: str, *, grid: int, block: int, pdl: bool) -> Any:
-        return lambda stream, arguments: found.append((kernel, grid, pdl, list(arguments)))
-
-    gpu = DeviceInfo(0, "NVIDIA H200", (9, 0), 132, 232_448)
-    named = lambda instance, device: SimpleNamespace(kernel=instance.name_expression)  # noqa: E731
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
-    monkeypatch.setattr(chain.instances, "load", named)
-    monkeypatch.setattr(chain.launch, "make_launcher", make)
-    monkeypatch.setattr(chain.devices, "info", lambda index: gpu)
-    return found
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Small]:
+    return on_no_gpu(monkeypatch)
 
 
 @pytest.mark.parametrize(
     ("kind", "trigger"), [("end", "kEnd"), ("early", "kEarly"), ("none", "kNone")]
 )
-def test_the_ends_of_a_chain(kind: str, trigger: str, launches: list[Any]) -> None:
+def test_the_ends_of_a_chain(kind: str, trigger: str, launches: list[Small]) -> None:
     """A chunk a thread of the rows of x, wherever they lie; a block an SM that reads the output."""
     product = Product(96, 256, 5, row_width=640, offset=64, device="cpu")
     product.chain(kind, kind, x=product.strided).around()()
@@ -174,7 +166,7 @@ def test_the_ends_of_a_chain(kind: str, trigger: str, launches: list[Any]) -> No
     assert of[:2] == [product.out.data_ptr(), 5 * 96 // 8]
 
 
-def test_a_product_may_come_before_and_behind(launches: list[Any]) -> None:
+def test_a_product_may_come_before_and_behind(launches: list[Small]) -> None:
     product = Product(96, 256, 5, device="cpu")
     before = product.x.clone()
     product.out.zero_()
@@ -183,14 +175,14 @@ def test_a_product_may_come_before_and_behind(launches: list[Any]) -> None:
     assert product.x.isfinite().all() and not torch.equal(product.x, before)
 
 
-def test_a_neighbour_touches_a_part_of_what_is_large(launches: list[Any]) -> None:
+def test_a_neighbour_touches_a_part_of_what_is_large(launches: list[Small]) -> None:
     """It is there for the place: a long prompt's neighbours would hide what stands between them."""
     large = torch.empty(40_000, 4, 192, device="cpu", dtype=BF16)
     chain.consumer_of(large)()
-    assert launches[0][3][1] <= (8 << 20) // 16 < large.numel() // 8
+    assert launches[0].arguments[1] <= (8 << 20) // 16 < large.numel() // 8
 
 
-def test_a_neighbour_that_does_not_exist_is_refused(launches: list[Any]) -> None:
+def test_a_neighbour_that_does_not_exist_is_refused(launches: list[Small]) -> None:
     with pytest.raises(ValueError, match="kind: expected one of end, early, none, gemm, got 'x'"):
         chain.consumer_of(torch.empty(2, 8, dtype=BF16), "x")
 
@@ -238,3 +230,36 @@ def test_a_replay_that_waited_for_the_host_is_not_counted(
     assert graphs.measure([graph], 10, rounds=1, replays=3) == [100.0]
     assert len(held) == min(late, 3) + 1
     assert held == [held[0] * 4**i for i in range(len(held))]
+
+
+def test_the_tuner_times_a_product_in_its_chain(
+    launches: list[Small], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cold, "COLD_BYTES", 1 << 20)
+    monkeypatch.setattr(benches, "Product", functools.partial(Product, device="cpu"))
+    bench = benches.GemmBench(64, 128, 3, True, torch.randn(1 << 19).to(BF16))
+    assert bench.first is not None and bench.launches == 32
+    bench.base()()
+    bench.body("linear", None)()
+    assert ["write_rows" in each.name for each in launches] == [True, False] * 2
+    assert bench.check("skinny", SkinnyGemmConfig(3, 32, 2, 1, 8)) is None
+    bench.body("skinny", SkinnyGemmConfig(3, 32, 2, 1, 8))()
+    assert len(launches) == 6
+
+
+@pytest.mark.parametrize("family", ["mla_decode", "mla_prefill"])
+def test_the_tuner_times_an_epilogue_in_its_chain(
+    family: str, launches: list[Small], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, cls in (("DecodeStep", DecodeStep), ("PrefillStep", PrefillStep)):
+        monkeypatch.setattr(benches, name, functools.partial(cls, device="cpu"))
+    monkeypatch.setattr(DecodeStep, "run", lambda *_: None)
+    monkeypatch.setattr(PrefillStep, "run", lambda *_: None)
+    made: Any = benches.DecodeBench if family == "mla_decode" else benches.PrefillBench
+    bench = made("16bit+same" if family == "mla_decode" else "fused_mla_kv_concat", 3, 2)
+    before = 0 if family == "mla_decode" else 1
+    for body in (bench.base(), bench.body(family, None)):
+        launches.clear()
+        body()
+        assert len(launches) == before + 1, "the model's own product stands before decode"
+        assert "read_all" in launches[-1].name

@@ -58,11 +58,11 @@ FORMS = tuple(Form(*numbers) for numbers in (*_ONE_PASS, *_RESIDENT))
 """Of a hundred and eight those that were the fastest for some weight; they fit one measurement."""
 
 
-def body_of(form: Form) -> Body:
-    """Return what streams a weight."""
+def body_of(form: Form, like: torch.Tensor) -> Body:
+    """Return what streams a weight, of a GPU like that of another one."""
     device = torch.cuda.current_device()
     kernel = instances.load(form.instance, device)
-    sink = torch.zeros(1, device="cuda", dtype=torch.int32)
+    sink = torch.zeros(1, device=like.device, dtype=torch.int32)
 
     @functools.cache
     def launcher(vectors: int) -> tuple[launch.Launcher, tuple[int, ...]]:
@@ -83,7 +83,7 @@ def body_of(form: Form) -> Body:
 def fastest(weights: Sequence[torch.Tensor], chain: Chain) -> list[Body]:
     """Return what streams a weight the fastest in a chain, to be measured again beside products."""
     instances.load_all([form.instance for form in FORMS], torch.cuda.current_device())
-    bodies = [body_of(form) for form in FORMS]
+    bodies = [body_of(form, weights[0]) for form in FORMS]
     times = Timer(weights, _GLANCE).added(bodies, chain)
     return [bodies[i] for i in sorted(range(len(FORMS)), key=times.__getitem__)[:_KEPT]]
 
