@@ -121,10 +121,7 @@ def reload() -> None:
 
 
 def _problems(path: Path, family: str, gpu: str) -> dict[str, list[Any]]:
-    """Return what a file has of each problem: nothing where there is none, or of something else.
-
-    What was measured in another way than today's is put aside, too: the next entry replaces it.
-    """
+    """Return what a file has of each problem: nothing where there is none, or of something else."""
     if _NOWHERE in path.parents:
         return {}
     try:

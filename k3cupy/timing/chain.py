@@ -46,7 +46,7 @@ def told(producer: str, consumer: str) -> str:
     """Return a chain in words."""
     return (
         f"time added to a producer {_WORDS[producer]} and a consumer {_WORDS[consumer]}, which "
-        "waits and reads the whole output"
+        "waits and reads the output"
     )
 
 

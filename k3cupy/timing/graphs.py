@@ -82,7 +82,7 @@ def _turn(graph: torch.cuda.CUDAGraph, replays: int, warm: int) -> list[float]:
     """Return the microseconds of each timed replay, none of which waited for the host.
 
     A short graph is over before the host has queued the next replay, the more so while other
-    threads compile. So the GPU is held back meanwhile, longer where that was not enough.
+    threads compile. So the GPU is held back first, for longer where a replay was queued too late.
     """
     hold = _HOLD_CYCLES
     while True:
@@ -91,10 +91,11 @@ def _turn(graph: torch.cuda.CUDAGraph, replays: int, warm: int) -> list[float]:
         torch.cuda._sleep(hold)
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
         marks[0].record()
-        for mark in marks[1:]:
+        was_late = False
+        for begin, end in itertools.pairwise(marks):
             graph.replay()
-            mark.record()
-        was_late = marks[0].query()
+            was_late |= begin.query()
+            end.record()
         torch.cuda.synchronize()
         if not was_late or hold >= _MOST_CYCLES:
             return [a.elapsed_time(b) * 1000 for a, b in itertools.pairwise(marks)]

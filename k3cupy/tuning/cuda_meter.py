@@ -81,9 +81,8 @@ class CudaMeter:
     def close(self) -> None:
         """Drop what is queued and wait for what is being compiled."""
         self._threads.shutdown(cancel_futures=True)
-        self._forget()
         self._pool = None
-        torch.cuda.empty_cache()
+        self._forget()
 
     def _at(self, target: Target) -> Bench:
         if self._bench is None or self._target != target:
@@ -102,3 +101,4 @@ class CudaMeter:
     def _forget(self) -> None:
         """Let go of tensors and graphs before those of the next target come."""
         self._bench, self._recorded = None, graphs.Recorded(0)
+        torch.cuda.empty_cache()  # each graph has memory of its own
