@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from tune_helpers import GPU, FakeMeter, made_up_us, use_fake_gpu
 from tune_helpers import run as tune_with
 
-from k3cupy.bench import forms, report
+from k3cupy.bench import floor, forms, report
 from k3cupy.choose.gemm import candidates
 from k3cupy.choose.table import GEMM, entry_of, parts_of, table_text
 from k3cupy.cli import main
@@ -164,6 +164,8 @@ def test_linear_results_make_a_page_with_means() -> None:
         "Geometric mean of ours over the public plan, 2 shapes: 0.917 over all M; 0.917 at M = 1.",
         "Slower than the public plan in 1 of 4: 7168x768 at M = 1 (1.050 x).",
         "Furthest from the best measured beside it: 2.000 x, 7168x768 at M = 1.",
+        "A floor that a product beats is none: 1 here, "
+        "7168x768 at M = 1 (4.20 us, streaming 8.00).",
     ]
     result = {
         **document(*entries),
@@ -318,6 +320,11 @@ def test_what_makes_no_table_is_one_clear_line(exports: list[Path], tmp_path: Pa
     exports[1].write_text(exports[1].read_text().replace("Test GPU", "NVIDIA B200"))
     code, output = apply(*exports, "--tables", tmp_path)
     assert (code, output) == (1, "Error: expected runs of one gpu, got NVIDIA B200, Test GPU\n")
+    alone = exports[0].read_text().replace("us added to the chain, cold weights", "us a launch")
+    exports[1].write_text(alone)
+    code, output = apply(*exports, "--tables", tmp_path)
+    told = "expected runs measured in one way, got us a launch and us added to the chain, cold"
+    assert code == 1 and output.startswith(f"Error: {told}")
     gemm = tmp_path / "gemm.json"
     gemm.write_text(json.dumps(gemm_document(gemm_entry())))
     code, output = apply(gemm, "--tables", tmp_path)
@@ -353,5 +360,28 @@ def test_a_small_run_of_low_latency_linear_on_the_gpu(monkeypatch: pytest.Monkey
         assert all(0 < us < 1000 for us in times)
         assert not entry.reason.startswith("row stride"), "the slices are taken as they are"
     assert all(us > 0 for us in linear.host_time(1536, 128).values())
-    assert len(linear.remarks(found)) == 4
+    assert len(linear.remarks(found)) == 5
     assert found[0].plan == found[1].plan == "fused_a" and found[2].plan == "linear"
+
+
+# The floor
+
+
+@pytest.mark.parametrize("vectors", [1, 24_576, 1_892_352, 5_634_048])
+@pytest.mark.parametrize("form", floor.FORMS, ids=str)
+def test_every_form_of_the_floor_reads_every_byte_once(form: floor.Form, vectors: int) -> None:
+    """Each block's part, each thread's steps through it: their lengths are all the vectors."""
+    blocks, block_step, thread_step, of_block = form.numbers(vectors, 132)
+    if thread_step == form.block_size:
+        assert block_step == of_block and blocks * of_block >= vectors > (blocks - 1) * of_block
+    else:
+        assert (block_step, thread_step) == (form.block_size, blocks * form.block_size)
+        assert of_block == vectors
+    if not form.blocks_per_sm:
+        assert of_block <= form.block_size * form.in_flight, "one pass"
+
+
+def test_a_floor_that_a_product_beats_is_reported_as_none() -> None:
+    assert floor.remark([("96x128 at M = 1", 1.3, 1.4)]) == "No product was faster than the floor."
+    told = floor.remark([("96x128 at M = 1", 1.78, 1.32), ("96x128 at M = 2", 1.3, 1.3)])
+    assert told.startswith("A floor that a product beats is none: 1 here, 96x128 at M = 1 (1.32 us")

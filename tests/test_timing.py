@@ -193,3 +193,48 @@ def test_a_neighbour_touches_a_part_of_what_is_large(launches: list[Any]) -> Non
 def test_a_neighbour_that_does_not_exist_is_refused(launches: list[Any]) -> None:
     with pytest.raises(ValueError, match="kind: expected one of end, early, none, gemm, got 'x'"):
         chain.consumer_of(torch.empty(2, 8, dtype=BF16), "x")
+
+
+def test_a_tuners_graphs_are_short_and_their_weights_as_cold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of many small weights some that lie far apart, and something that empties L2 before them."""
+    monkeypatch.setattr(cold, "COLD_BYTES", 1 << 20)
+    small = cold.weights_of(16, 128, torch.zeros(1 << 19))
+    few, launches, first = cold.in_short(small)
+    assert (len(small), len(few), launches) == (256, 52, 52)
+    assert few[1] is small[5] and first is not None
+    first()
+    large = [torch.empty(7168, 1536, device="meta")] * 14
+    few, launches, first = cold.in_short(large)
+    assert (few, launches, first) == (large, 32, None)
+
+
+@pytest.mark.parametrize("late", [0, 2, 100])
+def test_a_replay_that_waited_for_the_host_is_not_counted(
+    late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU is held back for longer, until the host has queued all; once and for all at last."""
+    held: list[int] = []
+    clock = itertools.count()
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = next(clock)
+
+        def query(self) -> bool:
+            return len(held) <= late
+
+        def elapsed_time(self, other: Event) -> float:
+            return float(other.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", held.append, raising=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    graph: Any = SimpleNamespace(replay=lambda: None)
+    assert graphs.measure([graph], 10, rounds=1, replays=3) == [100.0]
+    assert len(held) == min(late, 3) + 1
+    assert held == [held[0] * 4**i for i in range(len(held))]

@@ -298,7 +298,7 @@ def test_a_step_of_prefill_tells_right_from_wrong(
 class FakeBench:
     """A chain of 3 us; the epilogues add their number, one of them hides behind its neighbours."""
 
-    launches, replays = 7, 9
+    launches, replays, first = 7, 9, None
 
     def base(self) -> Callable[[], float]:
         return lambda: 3.0
@@ -317,7 +317,7 @@ def test_a_chain_counts_what_the_epilogue_adds(monkeypatch: pytest.MonkeyPatch) 
         assert (launches, effort["replays"]) == (7, 9)
         return [body() for body in every]
 
-    def capture(body: Callable[[], float], launches: int) -> Callable[[], float]:
+    def capture(body: Callable[[], float], launches: int, first: None) -> Callable[[], float]:
         recorded.append(body())
         return body
 

@@ -7,8 +7,7 @@ product is faster than all of them, the floor is none, and a report says so.
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,9 +19,6 @@ from k3cupy.timing.cold import Body, Timer
 from k3cupy.timing.graphs import Effort
 
 _VECTOR_BYTES = 16
-_MOST_RESIDENT = 2048
-"""Threads of a multiprocessor."""
-
 _KEPT, _GLANCE = 4, Effort(rounds=2, replays=3, warm=1)
 
 
@@ -32,15 +28,13 @@ class Form(NamedTuple):
     Attributes:
         block_size: threads a block.
         in_flight: loads that a thread has on their way.
-        blocks_per_sm: of a grid that stays; 0 for one pass, in which a thread loads no more than it
-            has in flight.
-        side_by_side: all blocks read next to each other; else each has a part of its own.
+        blocks_per_sm: of a grid that stays, whose blocks read side by side; 0 for one pass, in which
+            each block has a part of its own and a thread loads no more than it has in flight.
     """
 
     block_size: int
     in_flight: int
-    blocks_per_sm: int
-    side_by_side: bool
+    blocks_per_sm: int = 0
 
     @property
     def instance(self) -> Instance:
@@ -50,24 +44,18 @@ class Form(NamedTuple):
 
     def numbers(self, vectors: int, num_sms: int) -> tuple[int, int, int, int]:
         """Return blocks, the step between blocks, that of a thread, and the vectors of a block."""
-        at_once = self.block_size * self.in_flight
-        blocks = self.blocks_per_sm * num_sms or -(-vectors // at_once)
-        if self.side_by_side:
+        if self.blocks_per_sm:
+            blocks = self.blocks_per_sm * num_sms
             return blocks, self.block_size, blocks * self.block_size, vectors
-        of_block = -(-vectors // blocks)
-        return blocks, of_block, self.block_size, of_block
+        of_block = self.block_size * self.in_flight
+        return -(-vectors // of_block), of_block, self.block_size, of_block
 
 
-def _forms() -> Iterator[Form]:
-    for block_size, in_flight in itertools.product((64, 128, 256, 512), (2, 4, 8, 16)):
-        resident = [n for n in (1, 2, 4, 8, 16) if n * block_size <= _MOST_RESIDENT]
-        for blocks_per_sm, side_by_side in itertools.product((0, *resident), (False, True)):
-            threads = blocks_per_sm * block_size
-            if not blocks_per_sm or 128 <= threads * in_flight // 16 <= 512:
-                yield Form(block_size, in_flight, blocks_per_sm, side_by_side)
+_ONE_PASS = ((64, 2), (64, 4), (128, 2), (128, 4), (128, 8), (256, 2), (256, 4), (256, 8), (512, 2))
+_RESIDENT = ((64, 8, 16), (128, 2, 16), (128, 4, 16), (256, 2, 8), (256, 4, 8), (256, 8, 4))
 
-
-FORMS = tuple(_forms())
+FORMS = tuple(Form(*numbers) for numbers in (*_ONE_PASS, *_RESIDENT))
+"""Of a hundred and eight those that were the fastest for some weight; they fit one measurement."""
 
 
 def body_of(form: Form) -> Body:

@@ -216,7 +216,14 @@ def remarks(entries: Sequence[Entry]) -> list[str]:
         f"Furthest from the best measured beside it: {_over_best(worst):.3f} x, {worst.kind} at "
         f"M = {worst.tokens}."
     )
-    return found
+    fastest = [
+        min(e.dispatched_us, e.plan_us, e.linear_us, *e.candidates.values()) for e in entries
+    ]
+    cells_and_floors = (
+        (f"{e.kind} at M = {e.tokens}", e.floor_us, us)
+        for e, us in zip(entries, fastest, strict=True)
+    )
+    return [*found, floor.remark(cells_and_floors)]
 
 
 def _means(entries: Sequence[Entry], ratio: Callable[[Entry], float]) -> str:

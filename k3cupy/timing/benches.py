@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from k3cupy.timing import cold, graphs, prefill_step
@@ -18,10 +19,12 @@ class Bench(Protocol):
     Attributes:
         launches: of one graph.
         replays: timed ones a round.
+        first: what each graph begins with, if anything.
     """
 
     launches: int
     replays: int
+    first: Callable[[], Any] | None
 
     def check(self, kernel: str, config: Any) -> str | None:
         """Run a configuration into poisoned memory and say what is wrong, or None."""
@@ -40,9 +43,8 @@ class GemmBench:
 
     def __init__(self, n: int, k: int, tokens: int, residual: bool, pool: Any) -> None:
         self._product = Product(n, k, tokens, residual=residual)
-        self._weights = cold.weights_of(n, k, pool)
+        self._weights, self.launches, self.first = cold.in_short(cold.weights_of(n, k, pool))
         self._chain = self._product.chain()
-        self.launches = cold.launches_of(self._weights)
 
     def check(self, kernel: str, config: Any) -> str | None:
         """Compare with the product in float32."""
@@ -62,6 +64,7 @@ class DecodeBench:
     """The decode epilogue between the absorbed-query matmul and what reads mqa_q."""
 
     launches, replays = LAUNCHES, 9
+    first: Callable[[], Any] | None = None
 
     def __init__(self, problem: str, tokens: int, heads: int) -> None:
         self._step = DecodeStep(problem, tokens, heads)
@@ -84,6 +87,7 @@ class PrefillBench:
     """A prefill epilogue; for long prompts several sets of tensors take turns."""
 
     replays = 5
+    first: Callable[[], Any] | None = None
 
     def __init__(self, problem: str, tokens: int, heads: int) -> None:
         named = (problem, tokens, heads)

@@ -14,7 +14,7 @@ COLD_BYTES = 300 << 20
 """Weights of as many bytes take turns, several times what L2 holds."""
 
 _MAX_WEIGHTS = 800
-_LAUNCHES, _LAUNCHES_OF_LARGE = 60, 16
+_LAUNCHES, _LAUNCHES_TO_TUNE, _LAUNCHES_OF_LARGE = 60, 32, 16
 _LARGE_BYTES = 80 << 20
 _GRAPHS_AT_ONCE = 16
 
@@ -39,6 +39,23 @@ def launches_of(weights: Sequence[torch.Tensor]) -> int:
     """Return the launches of one graph: every weight at least once."""
     large = 2 * weights[0].numel() > _LARGE_BYTES
     return max(_LAUNCHES_OF_LARGE if large else _LAUNCHES, len(weights))
+
+
+def in_short(
+    weights: Sequence[torch.Tensor],
+) -> tuple[Sequence[torch.Tensor], int, Callable[[], Any] | None]:
+    """Return what a tuner's many graphs do with: fewer weights, and launches of one graph.
+
+    Where so few small weights would be found in L2, they lie far apart, and the third is what reads
+    other memory, once a graph: they are as cold as if all took turns.
+    """
+    few = weights[:: -(-len(weights) // _LAUNCHES)]
+    launches = max(min(launches_of(few), _LAUNCHES_TO_TUNE), len(few))
+    if len(few) == len(weights):
+        return few, launches, None
+    other = torch.zeros(COLD_BYTES // 2, device=few[0].device, dtype=torch.bfloat16)
+    total = other.new_empty(())
+    return few, launches, lambda: torch.sum(other, 0, out=total)
 
 
 class Timer:

@@ -89,7 +89,7 @@ class CudaMeter:
         if self._bench is None or self._target != target:
             self._forget()
             self._bench, self._target = self._made(target), target
-            self._recorded = graphs.Recorded(self._bench.launches)
+            self._recorded = graphs.Recorded(self._bench.launches, self._bench.first)
             self._recorded.record(None, self._bench.base())
         return self._bench
 
