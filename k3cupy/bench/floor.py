@@ -28,8 +28,8 @@ class Form(NamedTuple):
     Attributes:
         block_size: threads a block.
         in_flight: loads that a thread has on their way.
-        blocks_per_sm: of a grid that stays, whose blocks read side by side; 0 for one pass, in which
-            each block has a part of its own and a thread loads no more than it has in flight.
+        blocks_per_sm: of a grid that stays, whose blocks read side by side; 0 for one pass: each
+            block has a part of its own, and a thread loads no more than it has in flight.
     """
 
     block_size: int
