@@ -247,7 +247,7 @@ def window_summary(entry: Entry) -> dict[str, Any]:
 
 
 def _window_kernels(entry: Entry, _: Entry) -> str:
-    return ", ".join(f"{name}: {ran}" for name, ran in entry["ran"]["ours"].items())
+    return ", ".join(f"{name.split()[0]}: {ran}" for name, ran in entry["ran"]["ours"].items())
 
 
 FORMS = {

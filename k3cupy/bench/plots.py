@@ -66,7 +66,7 @@ def plot_windows(document: Mapping[str, Any], path: Path) -> None:
 
     kinds = list(dict.fromkeys(entry["kind"] for entry in document["entries"]))
     groups = max(len([e for e in document["entries"] if e["kind"] == kind]) for kind in kinds)
-    size = max(6, 2.2 * groups), 4 * len(kinds)
+    size = 3 + 3 * groups, 4 * len(kinds)
     figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(len(kinds), 1, squeeze=False).flat
     for panel, kind in zip(panels, kinds, strict=True):
@@ -96,6 +96,7 @@ def _draw_window(panel: Any, entries: Sequence[Mapping[str, Any]]) -> None:
             places.append(place)
             names.append(f"{name}\nB = {entry['tokens']}" if column == "public" else name)
         ends = first - _BAR / 2, first + len(_WINDOW_COLUMNS) - 1 + _BAR / 2
-        panel.hlines(entry["floor_us"], *ends, colors="black", linestyles="dashed", linewidth=0.8)
+        line: dict[str, Any] = {"colors": "black", "linestyles": "dashed", "linewidth": 0.8}
+        panel.hlines(entry["floor_us"], *ends, **line, label=None if group else "floor")
     panel.set_xticks(places, names, size=7)
     panel.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
