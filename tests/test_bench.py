@@ -263,7 +263,7 @@ def test_the_committed_results_can_be_shown(path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch finds a GPU")
-@pytest.mark.parametrize("which", ["decode", "prefill", "gemm", "linear"])
+@pytest.mark.parametrize("which", ["decode", "prefill", "gemm", "linear", "window"])
 def test_bench_without_a_gpu_is_one_clear_line(which: str) -> None:
     done = CliRunner().invoke(main, ["bench", which])
     assert done.exit_code == 1
@@ -308,7 +308,11 @@ ASKED = [
     ),
     ("gemm --shape 2112x7168 --tokens 3", OF_GEMM, [(((2112, 7168),), (3,), SMALL)]),
     ("gemm", OF_GEMM, [([(p.n, p.k) for p in projections.shapes()], TOKEN_CLASSES, SMALL)]),
-    ("linear --shape 2112x7168", "linear_h200_bars", [(((2112, 7168),), tuple(range(1, 17)))]),
+    (
+        "linear --shape 2112x7168 --producer early",
+        "linear_h200_bars",
+        [(((2112, 7168),), tuple(range(1, 17)), ("early", "none"))],
+    ),
 ]
 
 
@@ -341,6 +345,7 @@ def test_bench_measures_what_is_asked_for(
 @pytest.mark.parametrize(
     ("options", "told"),
     [
+        ("window mla-side", "'mla-side' is not one of 'mla-front', 'kda-front'"),
         ("decode --kind fp4", "'fp4' is none of 16bit+same"),
         ("prefill --op kv", "'kv' is none of key_concat_kv_cache_insert"),
     ],
@@ -367,6 +372,57 @@ def test_bench_plots_the_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     done = CliRunner().invoke(main, ["bench", "gemm", "--plot", str(path)])
     assert done.exit_code == 0, done.output
     assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+WINDOW = {
+    "kind": "mla-front",
+    "tokens": 4,
+    "bytes": 38_900_000,
+    "floor_us": 10.5,
+    "added_us": {
+        column: {"consumer": 0.75, "qkv_a 2112x7168": us, "q_b 2304x1536": 4.0}
+        for column, us in (("cublas", 12.0), ("public", 9.0), ("plan", 9.25), ("ours", 8.25))
+    },
+    "ran": {"ours": {"qkv_a 2112x7168": "skinny 4/2", "q_b 2304x1536": "fused_a 8/48"}},
+}
+
+
+def window_document() -> dict[str, Any]:
+    return {**document(WINDOW, {**WINDOW, "tokens": 16}), "benchmark": "window"}
+
+
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [
+        ("", (("mla-front", "kda-front", "mla-back", "moe-front"), (1, 2, 4, 8, 16, 64))),
+        ("moe-front mla-back --tokens 4", (("moe-front", "mla-back"), (4,))),
+    ],
+)
+def test_bench_measures_and_draws_the_windows_asked_for(
+    options: str, asked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    from k3cupy.bench import window
+
+    given: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(window, "run", lambda *args: given.append(args) or [])
+    monkeypatch.setattr(window, "as_document", lambda *_: window_document())
+    result, picture = tmp_path / "w.json", tmp_path / "folder/w.png"
+    words = [*options.split(), "--json", str(result), "--plot", str(picture)]
+    done = CliRunner().invoke(main, ["bench", "window", *words])
+    assert done.exit_code == 0, done.output
+    assert given == [asked]
+    assert json.loads(result.read_text()) == window_document()
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_window_stands_on_the_page_with_its_ratios() -> None:
+    ratios = "0.776 | 0.945 | 0.929 | 1.24"
+    ran = "qkv_a: skinny 4/2, q_b: fused_a 8/48"
+    line = f"| mla-front | 4 | 38.9 | 10.50 | 16.75 | 13.75 | 14.00 | 13.00 | {ratios} | {ran} |"
+    assert line in report.markdown(window_document())
+    report.print_table(window_document())
 
 
 @pytest.mark.gpu

@@ -129,6 +129,9 @@ def linear_entry(kind: str = "2112x7168", tokens: int = 4, **changes: Any) -> di
         "tokens": tokens,
         "floor_us": 8.0,
         "linear_us": 12.0,
+        "plan_us": 10.5,
+        "plan": "fused_a",
+        "alone_us": {"linear": 11.0, "plan": 9.0, "ours": 7.0},
         "dispatched_us": 8.4,
         "dispatched": "fused_a 8/16/512/8/8/8/1/1/4",
         "reason": "measured",
@@ -143,6 +146,7 @@ def test_linear_summary_names_the_bars() -> None:
     assert s["over_best"] == pytest.approx(1.05)
     assert s["over_floor"] == pytest.approx(1.05)
     assert s["speed_up"] == pytest.approx(12 / 8.4)
+    assert s["over_plan"] == pytest.approx(0.8)
     assert forms.linear_summary(linear_entry(candidates={}))["best"] == "linear"
 
 
@@ -151,14 +155,18 @@ def test_linear_results_make_a_page_with_means() -> None:
 
     entries = [
         linear_entry(tokens=1, linear_us=16.8),
-        linear_entry("7168x768", tokens=1, linear_us=4.2),
+        linear_entry("7168x768", tokens=1, linear_us=4.2, plan_us=8.0, plan="linear"),
         linear_entry("3216x7168", tokens=1),
         linear_entry("1536x128 of 6288", candidates={}),
     ]
     told = linear.remarks([linear.Entry(**entry) for entry in entries])
     assert told == [
-        "Geometric mean of the speed-up over F.linear, 2 shapes: 1.00 over all M; 1.00 at M = 1.",
+        "Geometric mean of the speed-up over F.linear, 2 shapes: 1.000 over all M; 1.000 at M = 1.",
+        "Geometric mean of ours over the public plan, 2 shapes: 0.917 over all M; 0.917 at M = 1.",
+        "Slower than the public plan in 1 of 4: 7168x768 at M = 1 (1.050 x).",
         "Furthest from the best measured beside it: 2.000 x, 7168x768 at M = 1.",
+        "A floor that a product beats is none: 1 here, "
+        "7168x768 at M = 1 (4.20 us, streaming 8.00).",
     ]
     result = {
         **document(*entries),
@@ -167,12 +175,25 @@ def test_linear_results_make_a_page_with_means() -> None:
         "host_us": {"2112x7168": {"low_latency_linear": 9.5, "F.linear": 11.25}},
     }
     text = report.markdown(result)
-    assert "| 2112x7168 | 1 | 8.00 | 16.80 | 8.40 | 2.00 | 1.05 | 1.050 | fused_a 8/16" in text
-    assert "| 1536x128 of 6288 | 4 | 8.00 | 12.00 | 8.40 | 1.43 | 1.05 | - | fused_a" in text
+    ours = "8.40 | 10.50 (fused_a) | 0.800 |"
+    alone = "11.00 / 9.00 / 7.00"
+    assert f"| 2112x7168 | 1 | 8.00 | 16.80 | {ours} 2.00 | 1.05 | {alone} | 1.050 | fus" in text
+    assert f"| 1536x128 of 6288 | 4 | 8.00 | 12.00 | {ours} 1.43 | 1.05 | {alone} | - | fu" in text
+    assert "| 8.40 | 8.00 (linear) | 1.050 slower | 0.50 |" in text
     assert "3216x7168" not in text
     assert told[0] in text and "low_latency_linear 9.5 us, F.linear 11.2 us" in text
     assert report.with_shipped_choice(result)["entries"] == entries
     report.print_table(result)
+
+
+def test_a_run_of_before_the_public_plan_is_shown_without_it() -> None:
+    older = linear_entry()
+    for name in ("plan_us", "plan", "alone_us"):
+        del older[name]
+    cells = forms.FORMS["linear"].cells(older)
+    names = [column.name for column in forms.FORMS["linear"].columns]
+    told = dict(zip(names, cells, strict=True))
+    assert told["public plan"] == told["x plan"] == told["alone: linear / plan / ours"] == "-"
 
 
 def test_the_best_of_the_tables_fit_the_number_of_tokens() -> None:
@@ -340,7 +361,8 @@ def test_a_small_run_of_low_latency_linear_on_the_gpu(monkeypatch: pytest.Monkey
         assert all(0 < us < 1000 for us in times)
         assert not entry.reason.startswith("row stride"), "the slices are taken as they are"
     assert all(us > 0 for us in linear.host_time(1536, 128).values())
-    assert len(linear.remarks(found)) == 2
+    assert len(linear.remarks(found)) == 5
+    assert found[0].plan == found[1].plan == "fused_a" and found[2].plan == "linear"
 
 
 # The floor

@@ -75,6 +75,17 @@ def test_the_kernels_of_the_benchmark_compile() -> None:
     streams = compile_cubin("bench/stream.cu", names, "sm_90")
     assert len(streams.symbols) == len(names)
     assert compile_cubin("bench/row_copy.cu", ["k3cupy::copy_rows"], "sm_90").symbols
+    between = ["rms_norms<1536, 512>", "rms_norms<7168, 0>", "gate_heads<128>", "situ_and_multiply"]
+    names = [f"k3cupy::{name}" for name in between]
+    assert len(compile_cubin("bench/between_products.cu", names, "sm_90").symbols) == 4
+
+
+def test_the_comparison_kernel_of_products_compiles() -> None:
+    """Without spills, and with registers for as many blocks as its shared memory allows."""
+    shapes = ("2112, 7168, 8, true", "2112, 7168, 16, true", "1536, 128, 16, false")
+    names = [f"k3cupy::public_gemm<{shape}>" for shape in shapes]
+    for code in code_of("bench/public_gemm.cu", names, "sm_90").values():
+        assert not spills(code.used) and code.used.registers <= 64
 
 
 def test_every_candidate_of_the_benchmark_compiles() -> None:

@@ -13,19 +13,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 import k3cupy
 from k3cupy.bench import document
+from k3cupy.bench.public import decode_epilogue
 from k3cupy.choose.table import MLA_DECODE
 from k3cupy.constants import QK_ROPE_HEAD_DIM
 from k3cupy.kernels.mla_decode import CANDIDATES, MlaDecodeConfig, Variant
-from k3cupy.runtime import instances, launch
-from k3cupy.runtime.instances import Instance
+from k3cupy.runtime import instances
 from k3cupy.timing import graphs
 from k3cupy.timing.chain import GEMM, NONE, Body, empty, told
-from k3cupy.timing.decode_step import BLOCK_SIZE, LAUNCHES, DecodeStep
+from k3cupy.timing.decode_step import LAUNCHES, DecodeStep
 from k3cupy.tuning import targets
 
 KINDS, TOKENS = targets.KINDS[MLA_DECODE], targets.TOKENS[MLA_DECODE]
@@ -33,7 +32,6 @@ KINDS, TOKENS = targets.KINDS[MLA_DECODE], targets.TOKENS[MLA_DECODE]
 NEIGHBOURS = GEMM, NONE
 """The absorbed-query matmul of the framework, and a small kernel that reads mqa_q."""
 
-_THREADS = 256
 _PUBLIC_SPLITS = (1, 3)
 
 
@@ -88,36 +86,6 @@ def unfused(step: DecodeStep) -> None:
     rows.index_copy_(0, step.inputs["slot_mapping"], row)
 
 
-def public_structure(step: DecodeStep, split: int, *, pdl: bool) -> Callable[[], None]:
-    """Return the launch of the comparison kernel with ``split`` warps a row."""
-    device = torch.cuda.current_device()
-    flags = ", ".join("true" if flag else "false" for flag in (step.query_fp8, step.cache == "fp8"))
-    name = f"k3cupy::public_structure<__nv_bfloat16, {flags}, {split}>"
-    kernel = instances.load(Instance("bench/public_structure.cu", name), device)
-    tokens, heads, _ = step.out.shape
-    warps = tokens * (heads + 1) * split
-    queue = launch.make_launcher(
-        device, kernel.kernel, grid=-(-warps // (_THREADS // 32)), block=_THREADS, pdl=pdl
-    )
-    i = step.inputs
-    size = step.kv_cache.element_size()
-    arguments = [
-        *(i["ql_nope"].data_ptr(), i["ql_nope"].stride(0), i["ql_nope"].stride(1)),
-        *(i["q_pe"].data_ptr(), i["q_pe"].stride(0), i["q_pe"].stride(1)),
-        *(i["kv_c_normed"].data_ptr(), i["kv_c_normed"].stride(0)),
-        *(i["k_pe"].data_ptr(), i["k_pe"].stride(0)),
-        *(step.out.data_ptr(), step.kv_cache.data_ptr()),
-        *(step.kv_cache.stride(0) * size, step.kv_cache.stride(1) * size),
-        i["slot_mapping"].data_ptr(),
-        *(
-            step.scales[name].data_ptr() if name in step.scales else 0
-            for name in ("q_scale_inv", "cache_scale_inv")
-        ),
-        *(np.int32(tokens), np.int32(heads), np.int32(BLOCK_SIZE)),
-    ]
-    return lambda: queue(torch.cuda.current_stream().cuda_stream, arguments)
-
-
 def run_entry(
     kind: str,
     tokens: int,
@@ -139,7 +107,11 @@ def run_entry(
 
     public = {}
     if step.cache != "ds_mla":
-        public = {split: public_structure(step, split, pdl=pdl) for split in _PUBLIC_SPLITS}
+        written = step.inputs, step.out, step.kv_cache
+        public = {
+            split: decode_epilogue(*written, split, scales=step.scales, pdl=pdl)
+            for split in _PUBLIC_SPLITS
+        }
     checked = {f"public structure, split {split}": body for split, body in public.items()}
     for name, body in (checked | {str(config): run(config) for config in candidates}).items():
         wrong = step.check(body)

@@ -204,14 +204,15 @@ def _gemm_tile(entry: Entry, _: Entry) -> str:
 
 # --- Low-latency linear --------------------------------------------------------------------------
 
-_PAGE_TOKENS = (1, 2, 4, 8, 12, 16)
+_PAGE_TOKENS = (1, 2, 3, 4, 8, 16)
 
 
 def linear_summary(entry: Entry) -> dict[str, Any]:
     """Return the figures of an entry that decide, as ratios of times.
 
     ``over_best`` is against the best of ``F.linear`` and the candidates measured in the same run,
-    ``speed_up`` against ``F.linear``.
+    ``speed_up`` against ``F.linear``, ``over_plan`` against the public plan; runs of before it have
+    none.
     """
     times = {"linear": entry["linear_us"], **entry["candidates"]}
     best = min(times, key=lambda name: times[name])
@@ -222,7 +223,31 @@ def linear_summary(entry: Entry) -> dict[str, Any]:
         "over_best": us / times[best],
         "over_floor": us / entry["floor_us"],
         "speed_up": entry["linear_us"] / us,
+        "over_plan": us / entry["plan_us"] if "plan_us" in entry else None,
     }
+
+
+def _public_plan(entry: Entry, _: Entry) -> str:
+    return f"{entry['plan_us']:.2f} ({entry['plan']})" if "plan_us" in entry else "-"
+
+
+def _over_plan(_: Entry, summary: Entry) -> str:
+    ratio = summary["over_plan"]
+    return "-" if ratio is None else f"{ratio:.3f}{' slower' if ratio > 1 else ''}"
+
+
+# --- Windows of a layer --------------------------------------------------------------------------
+
+
+def window_summary(entry: Entry) -> dict[str, Any]:
+    """Return the figures of an entry that decide: each column, and ours over the others."""
+    us = {column: sum(added.values()) for column, added in entry["added_us"].items()}
+    over = {f"over_{column}": us["ours"] / us[column] for column in us}
+    return {**us, **over, "over_floor": us["ours"] / entry["floor_us"]}
+
+
+def _window_kernels(entry: Entry, _: Entry) -> str:
+    return ", ".join(f"{name.split()[0]}: {ran}" for name, ran in entry["ran"]["ours"].items())
 
 
 FORMS = {
@@ -289,7 +314,7 @@ FORMS = {
         is_for_page=lambda entry: entry["kind"] in PAGE_SHAPES,
     ),
     "linear": Form(
-        title="Low-latency linear, cold weights, microseconds a launch",
+        title="Low-latency linear, cold weights, microseconds",
         marker="linear-results",
         summary=linear_summary,
         columns=(
@@ -298,14 +323,37 @@ FORMS = {
             _measured("floor_us"),
             _measured("linear_us", name="F.linear"),
             _measured("dispatched_us", name="ours"),
+            Column("public plan", _public_plan),
+            Column("x plan", _over_plan),
             _derived("speed-up", "speed_up"),
             _derived("x floor", "over_floor"),
+            _alone("linear", "plan", "ours"),
             Column("x best", lambda e, s: f"{s['over_best']:.3f}" if e["candidates"] else "-"),
             Column("what ran", lambda e, _: e["dispatched"]),
         ),
         is_for_page=lambda entry: (
             entry["tokens"] in _PAGE_TOKENS
             and (entry["kind"] in PAGE_SHAPES or " of " in entry["kind"])
+        ),
+    ),
+    "window": Form(
+        title="Windows of a layer, cold weights, microseconds a layer",
+        marker="window-results",
+        summary=window_summary,
+        columns=(
+            Column("window", lambda e, _: e["kind"], is_words=True),
+            _measured("tokens", "d", "B"),
+            Column("MB", lambda e, _: f"{e['bytes'] / 1e6:.1f}"),
+            _measured("floor_us"),
+            _derived("cuBLAS", "cublas"),
+            _derived("public structure", "public"),
+            _derived("public plan", "plan"),
+            _derived("ours", "ours"),
+            _derived("x cuBLAS", "over_cublas", ".3f"),
+            _derived("x structure", "over_public", ".3f"),
+            _derived("x plan", "over_plan", ".3f"),
+            _derived("x floor", "over_floor"),
+            Column("what ran", _window_kernels),
         ),
     ),
 }

@@ -1,4 +1,6 @@
-"""Benchmark of low-latency linear: what it chooses, against the best candidates and ``F.linear``.
+"""Benchmark of low-latency linear: what it chooses, against what the public plan would run.
+
+That plan is vLLM's own table for an H200. ``F.linear`` and the best candidates stand beside it.
 
 Weights are cold, as in ``bench gemm``. The calls are those of a linear layer: the output is new,
 the weight is static. The candidates are the fastest that the tables list for the product; measured
@@ -16,7 +18,7 @@ import torch
 
 import k3cupy
 from k3cupy import projections
-from k3cupy.bench import document, floor
+from k3cupy.bench import document, floor, public
 from k3cupy.bench.forms import PAGE_SHAPES
 from k3cupy.choose import gemm
 from k3cupy.choose.gemm import ALL, FUSED_A, SKINNY
@@ -25,6 +27,7 @@ from k3cupy.projections import StridedCase
 from k3cupy.runtime import devices, instances
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.timing import graphs
+from k3cupy.timing.chain import NEIGHBOURS, told
 from k3cupy.timing.cold import COLD_BYTES, Body, Timer, pool_of, weights_of
 from k3cupy.timing.graphs import Effort
 from k3cupy.timing.products import Product
@@ -39,7 +42,7 @@ _EFFORT = Effort(rounds=5, replays=5)
 
 @dataclass
 class Entry:
-    """One row of results; times in microseconds a launch, weights cold.
+    """One row of results; microseconds that the product adds to its chain, weights cold.
 
     Attributes:
         kind: the shape, ``"2112x7168"``; of a strided case also the columns of the wider tensor.
@@ -48,7 +51,10 @@ class Entry:
         tokens: M.
         floor_us: a kernel that only streams the weight.
         linear_us: ``torch.nn.functional.linear``, on the same slice in a strided case.
+        plan_us: what vLLM's table for an H200 names, by kernels of ours in the public structures.
+        plan: its name, with a configuration where it has one.
         dispatched_us: ``low_latency_linear``.
+        alone_us: ``"linear"``, ``"plan"`` and ``"ours"`` after themselves.
         dispatched: the kernel that it runs, with its configuration as tables write it.
         reason: why that one, in words.
         candidates: times of the best candidates of the table, by name.
@@ -60,7 +66,10 @@ class Entry:
     tokens: int
     floor_us: float
     linear_us: float
+    plan_us: float
+    plan: str
     dispatched_us: float
+    alone_us: dict[str, float]
     dispatched: str
     reason: str
     candidates: dict[str, float] = field(default_factory=dict)
@@ -91,6 +100,7 @@ def run_entry(
     floors: Sequence[Body],
     candidates: Sequence[Candidate],
     strided: StridedCase | None = None,
+    around: tuple[str, str] = NEIGHBOURS,
 ) -> Entry:
     """Check, then time one product.
 
@@ -103,8 +113,11 @@ def run_entry(
     ran = k3cupy.explain_low_latency_gemm(x, weights[0])
     dispatched = Candidate(ran.kernel, ran.config)
     calls = {str(candidate): product.call(*candidate) for candidate in candidates}
+    planned = public.planned(n, k, tokens, packed=x.is_contiguous())
+    plan = public.call(planned, x, n, product.out)
     checked: dict[str, Body] = {
         f"low_latency_linear ({dispatched})": lambda w: product.out.copy_(ours(x)(w)),
+        f"the public plan ({planned})": plan,
         **calls,
     }
     for name, call in checked.items():
@@ -115,8 +128,10 @@ def run_entry(
     def linear(weight: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.linear(x, weight)
 
-    timer, chain = Timer(weights, _EFFORT), product.chain(x=x)
-    *times, linear_us, us = timer.added([*calls.values(), *floors, linear, ours(x)], chain)
+    timer, three = Timer(weights, _EFFORT), (linear, plan, ours(x))
+    bodies = [*calls.values(), *floors, *three]
+    *times, linear_us, plan_us, us = timer.added(bodies, product.chain(*around, x=x))
+    alone = dict(zip(("linear", "plan", "ours"), timer.alone(three), strict=True))
     return Entry(
         kind=kind,
         n=n,
@@ -124,19 +139,27 @@ def run_entry(
         tokens=tokens,
         floor_us=min(times[len(calls) :]),
         linear_us=linear_us,
+        plan_us=plan_us,
+        plan=str(planned),
         dispatched_us=us,
+        alone_us=alone,
         dispatched=str(dispatched),
         reason=ran.reason,
         candidates=dict(zip(calls, times, strict=False)),
     )
 
 
-def run(shapes: Sequence[tuple[int, int]], tokens: Sequence[int] = TOKENS) -> Iterator[Entry]:
+def run(
+    shapes: Sequence[tuple[int, int]],
+    tokens: Sequence[int] = TOKENS,
+    around: tuple[str, str] = NEIGHBOURS,
+) -> Iterator[Entry]:
     """Yield the entries of packed x, then those of the two strided projections.
 
     Args:
         shapes: (n, k) of the weights.
         tokens: M; the strided projections have their own.
+        around: kinds of the producer and of the consumer.
     """
     device = devices.info(torch.cuda.current_device())
     targets = [GemmTarget(n, k, count) for n, k in shapes for count in tokens]
@@ -155,10 +178,10 @@ def run(shapes: Sequence[tuple[int, int]], tokens: Sequence[int] = TOKENS) -> It
     for n, k in shapes:
         weights = weights_of(n, k, pool)
         products = [Product(n, k, count) for count in tokens]
-        floors = floor.fastest(weights, products[0].chain())
+        floors = floor.fastest(weights, products[0].chain(*around))
         for product in products:
             candidates = best[GemmTarget(n, k, product.tokens)]
-            yield run_entry(product, weights, floors, candidates)
+            yield run_entry(product, weights, floors, candidates, around=around)
     for case in cases:
         weights = weights_of(case.n, case.k, pool)
         width, offset = case.source_row_width, case.offset
@@ -166,9 +189,9 @@ def run(shapes: Sequence[tuple[int, int]], tokens: Sequence[int] = TOKENS) -> It
             Product(case.n, case.k, count, row_width=width, offset=offset)
             for count in _STRIDED_TOKENS
         ]
-        floors = floor.fastest(weights, products[0].chain())
+        floors = floor.fastest(weights, products[0].chain(*around))
         for product in products:
-            yield run_entry(product, weights, floors, (), case)
+            yield run_entry(product, weights, floors, (), case, around)
 
 
 def remarks(entries: Sequence[Entry]) -> list[str]:
@@ -176,26 +199,48 @@ def remarks(entries: Sequence[Entry]) -> list[str]:
     found = []
     shown = [entry for entry in entries if entry.kind in PAGE_SHAPES]
     if shown:
-        means = {
-            count: _mean_speed_up([e for e in shown if e.tokens == count])
-            for count in dict.fromkeys(entry.tokens for entry in shown)
-        }
-        told = ", ".join(f"{mean:.2f} at M = {count}" for count, mean in means.items())
         shapes = len({entry.kind for entry in shown})
-        found.append(
-            f"Geometric mean of the speed-up over F.linear, {shapes} shapes: "
-            f"{_mean_speed_up(shown):.2f} over all M; {told}."
-        )
+        for what, ratio in (
+            ("the speed-up over F.linear", _speed_up),
+            ("ours over the public plan", _over_plan),
+        ):
+            found.append(f"Geometric mean of {what}, {shapes} shapes: {_means(shown, ratio)}.")
+    slower = [entry for entry in entries if entry.dispatched_us > entry.plan_us]
+    cells = ", ".join(f"{e.kind} at M = {e.tokens} ({_over_plan(e):.3f} x)" for e in slower)
+    found.append(
+        f"Slower than the public plan in {len(slower)} of {len(entries)}"
+        f"{f': {cells}' if slower else ''}."
+    )
     worst = max(entries, key=_over_best)
     found.append(
         f"Furthest from the best measured beside it: {_over_best(worst):.3f} x, {worst.kind} at "
         f"M = {worst.tokens}."
     )
-    return found
+    fastest = [
+        min(e.dispatched_us, e.plan_us, e.linear_us, *e.candidates.values()) for e in entries
+    ]
+    cells_and_floors = (
+        (f"{e.kind} at M = {e.tokens}", e.floor_us, us)
+        for e, us in zip(entries, fastest, strict=True)
+    )
+    return [*found, floor.remark(cells_and_floors)]
 
 
-def _mean_speed_up(entries: Sequence[Entry]) -> float:
-    return statistics.geometric_mean(entry.linear_us / entry.dispatched_us for entry in entries)
+def _means(entries: Sequence[Entry], ratio: Callable[[Entry], float]) -> str:
+    of_tokens = {
+        count: statistics.geometric_mean(ratio(e) for e in entries if e.tokens == count)
+        for count in dict.fromkeys(entry.tokens for entry in entries)
+    }
+    each = ", ".join(f"{mean:.3f} at M = {count}" for count, mean in of_tokens.items())
+    return f"{statistics.geometric_mean(map(ratio, entries)):.3f} over all M; {each}"
+
+
+def _speed_up(entry: Entry) -> float:
+    return entry.linear_us / entry.dispatched_us
+
+
+def _over_plan(entry: Entry) -> float:
+    return entry.dispatched_us / entry.plan_us
 
 
 def _over_best(entry: Entry) -> float:
@@ -225,16 +270,20 @@ def host_time(n: int = 2112, k: int = 7168, tokens: int = 4) -> dict[str, float]
     return found
 
 
-def as_document(entries: Sequence[Entry], commit: str | None = None) -> dict[str, Any]:
+def as_document(
+    entries: Sequence[Entry], commit: str | None = None, around: tuple[str, str] = NEIGHBOURS
+) -> dict[str, Any]:
     """Return a run as its document."""
     return document.of(
         "linear",
         entries,
         commit,
         method={
-            "statistic": "median of 5 rounds of 5 replays of a CUDA graph, microseconds a launch",
+            "statistic": "median of 5 rounds of 5 replays of a CUDA graph, microseconds",
+            "chain": told(*around),
             "weights": f"cold: {COLD_BYTES >> 20} MiB of weights take turns",
             "floor": f"16-byte loads of the weight, the best of {len(floor.FORMS)} forms, PDL on",
+            "public plan": "vLLM's own table for an H200, its kernels by ours in their structures",
             "ours": "low_latency_linear with weight_is_static; candidates: PDL on, the same "
             "promise, output given",
         },

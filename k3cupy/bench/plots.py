@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from k3cupy.bench.forms import PAGE_SHAPES, gemm_summary
+from k3cupy.bench.forms import PAGE_SHAPES, gemm_summary, window_summary
 
 _COLUMNS = 3
 
@@ -47,3 +47,56 @@ def plot_gemm(document: Mapping[str, Any], path: Path) -> None:
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
+
+
+_WINDOW_COLUMNS = {"cublas": "cuBLAS", "public": "structure", "plan": "plan", "ours": "ours"}
+"""As the entries name the columns, and as they stand below the bars."""
+
+_BAR = 0.8
+
+
+def plot_windows(document: Mapping[str, Any], path: Path) -> None:
+    """Draw one panel a window: a bar a column, one kernel on the other, and the floor.
+
+    Args:
+        document: of ``bench window``.
+        path: of the picture; its ending names the format.
+    """
+    from matplotlib.figure import Figure
+
+    kinds = list(dict.fromkeys(entry["kind"] for entry in document["entries"]))
+    groups = max(len([e for e in document["entries"] if e["kind"] == kind]) for kind in kinds)
+    size = 3 + 3 * groups, 4 * len(kinds)
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(len(kinds), 1, squeeze=False).flat
+    for panel, kind in zip(panels, kinds, strict=True):
+        _draw_window(panel, [entry for entry in document["entries"] if entry["kind"] == kind])
+        panel.set(title=kind, ylabel="us a layer")
+    e = document["environment"]
+    figure.suptitle(
+        f"Windows of a layer, cold weights, {e['gpu']}, {e['date']}, commit {e['commit'][:12]}"
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_window(panel: Any, entries: Sequence[Mapping[str, Any]]) -> None:
+    """Draw the entries of one window side by side, a group a number of tokens."""
+    step = len(_WINDOW_COLUMNS) + 1
+    places, names = [], []
+    for group, entry in enumerate(entries):
+        first, summary = group * step, window_summary(entry)
+        for place, (column, name) in enumerate(_WINDOW_COLUMNS.items(), first):
+            bottom = 0.0
+            for color, (kernel, us) in enumerate(entry["added_us"][column].items()):
+                label = kernel if place == 0 else None
+                panel.bar(place, us, _BAR, bottom, color=f"C{color}", label=label)
+                bottom += us
+            panel.text(place, bottom, f"{summary[column]:.1f}", ha="center", va="bottom", size=7)
+            places.append(place)
+            names.append(f"{name}\nB = {entry['tokens']}" if column == "public" else name)
+        ends = first - _BAR / 2, first + len(_WINDOW_COLUMNS) - 1 + _BAR / 2
+        line: dict[str, Any] = {"colors": "black", "linestyles": "dashed", "linewidth": 0.8}
+        panel.hlines(entry["floor_us"], *ends, **line, label=None if group else "floor")
+    panel.set_xticks(places, names, size=7)
+    panel.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))

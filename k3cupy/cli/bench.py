@@ -13,6 +13,9 @@ import click
 from k3cupy.cli.options import shape_option
 from k3cupy.runtime.errors import reject
 
+_WINDOWS = ("mla-front", "kda-front", "mla-back", "moe-front")
+"""As ``bench.layers`` has them; to import that takes PyTorch."""
+
 
 @click.group()
 def bench() -> None:
@@ -57,6 +60,11 @@ def _need_gpu() -> None:
         raise click.ClickException("bench needs PyTorch: pip install torch") from error
     if not torch.cuda.is_available():
         raise click.ClickException("bench needs a CUDA GPU; PyTorch sees none")
+
+
+def _need_matplotlib(plot: Path | None) -> None:
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise click.ClickException('--plot needs matplotlib: pip install "k3cupy[bench]"')
 
 
 def _show(document: dict[str, Any], path: Path | None) -> None:
@@ -164,8 +172,7 @@ def gemm_command(
 
     Cold and hot weights, packed and strided x, with and without the promise of a static weight.
     """
-    if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise click.ClickException('--plot needs matplotlib: pip install "k3cupy[bench]"')
+    _need_matplotlib(plot)
     _need_gpu()
     from k3cupy import projections
     from k3cupy.bench import gemm
@@ -186,24 +193,60 @@ def gemm_command(
 @bench.command("linear")
 @shape_option("N x K as 2112x7168; all of Kimi-K3's by default.")
 @click.option("--tokens", multiple=True, type=click.IntRange(1, 64), help="M; 1 to 16.")
+@_chain_options("end")
 @_result_options
 def linear_command(
     shapes: tuple[tuple[int, int], ...],
     tokens: tuple[int, ...],
+    producer: str,
+    consumer: str,
     path: Path | None,
     commit: str | None,
 ) -> None:
-    """Low-latency linear: what it chooses, against F.linear and the best of the tables.
+    """Low-latency linear in its chain: what it chooses, against the public plan.
 
-    The two projections that read a slice of a wider tensor are measured too.
+    That is what vLLM's own table for an H200 names. F.linear and the best of our tables are
+    measured too, and the two projections that read a slice of a wider tensor.
     """
     _need_gpu()
     from k3cupy import projections
     from k3cupy.bench import linear
 
     wanted = shapes or [(p.n, p.k) for p in projections.shapes()]
-    entries = linear.run(wanted, tokens or linear.TOKENS)
-    _show(linear.as_document(list(entries), commit), path)
+    around = producer, consumer
+    entries = linear.run(wanted, tokens or linear.TOKENS, around)
+    _show(linear.as_document(list(entries), commit, around), path)
+
+
+@bench.command("window")
+@click.argument("kinds", nargs=-1, type=click.Choice(_WINDOWS), metavar="[WINDOW]...")
+@click.option("--tokens", multiple=True, type=click.IntRange(1, 1024), help="B; 1 to 64.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw where the time goes.")
+@_result_options
+def window_command(
+    kinds: tuple[str, ...],
+    tokens: tuple[int, ...],
+    plot: Path | None,
+    path: Path | None,
+    commit: str | None,
+) -> None:
+    """Windows of a layer: its kernels in order, with cold weights, and where the time goes.
+
+    WINDOW is mla-front, kda-front, mla-back or moe-front; all by default. The products by cuBLAS,
+    in the public structure, by the public plan, and ours as the table chooses.
+    """
+    _need_matplotlib(plot)
+    _need_gpu()
+    from k3cupy.bench import window
+
+    entries = window.run(kinds or _WINDOWS, tokens or window.TOKENS)
+    document = window.as_document(list(entries), commit)
+    _show(document, path)
+    if plot is not None:
+        from k3cupy.bench.plots import plot_windows
+
+        plot_windows(document, plot)
+        click.echo(f"wrote {plot}")
 
 
 @bench.command("apply")

@@ -1,0 +1,196 @@
+"""Benchmark of windows: the kernels of a layer in order, and where the time goes.
+
+The kernels stand in one CUDA graph under programmatic dependent launch, layer after layer, each
+with cold weights of its own, and a consumer behind them. What a kernel is charged with is what the
+window takes longer with it than without: every prefix is measured, with a consumer of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from k3cupy.bench import document, floor
+from k3cupy.bench.layers import COLUMNS, OURS, STRUCTURE, WINDOWS, Step, Weights, Window
+from k3cupy.timing.chain import Chain, consumer_of
+from k3cupy.timing.cold import COLD_BYTES, Body
+from k3cupy.timing.graphs import Effort, Recorded, in_turns
+
+TOKENS = (1, 2, 4, 8, 16, 64)
+CONSUMER = "consumer"
+
+_LAYERS = 60
+_EFFORT = Effort(rounds=5, replays=5)
+
+
+@dataclass
+class Entry:
+    """One window with a number of tokens; times in microseconds a layer, weights cold.
+
+    Attributes:
+        kind: the window.
+        tokens: B.
+        bytes: of the weights.
+        floor_us: streaming the weights in one go, and the consumer.
+        added_us: column -> what each kernel adds, by name, in order; the first is the consumer
+            alone. Together they are the window.
+        ran: column -> which kernel ran, by name, where columns differ.
+    """
+
+    kind: str
+    tokens: int
+    bytes: int
+    floor_us: float
+    added_us: dict[str, dict[str, float]]
+    ran: dict[str, dict[str, str]] = field(default_factory=dict)
+
+
+def layers_of(
+    shapes: Mapping[str, tuple[int, ...]], device: str = "cuda"
+) -> tuple[list[torch.Tensor], list[Weights]]:
+    """Return the weights of layers that take turns, of one layer in one piece, and cut by name.
+
+    A sum over K values keeps the size of its inputs.
+    """
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    count = max(2, -(-COLD_BYTES // (2 * sum(sizes))))
+    pieces: list[torch.Tensor] = []
+    cut: list[Weights] = []
+    for _ in range(count):
+        piece = torch.randn(sum(sizes), device=device, dtype=torch.bfloat16)
+        parts = zip(shapes.items(), piece.split(sizes), strict=True)
+        cut.append({name: part.view(s).mul_(s[1] ** -0.5) for (name, s), part in parts})
+        pieces.append(piece)
+    return pieces, cut
+
+
+def prefixes(steps: Sequence[Step]) -> dict[str, list[Step]]:
+    """Return the beginnings of a window, by their last kernel; the consumer alone first."""
+    names = [CONSUMER, *(step.name for step in steps)]
+    return {name: list(steps[:count]) for count, name in enumerate(names)}
+
+
+def added(times: Mapping[str, float]) -> dict[str, float]:
+    """Return what each kernel adds, of the times of the prefixes."""
+    pairs = itertools.pairwise([0.0, *times.values()])
+    return {name: round(us - before, 4) for name, (before, us) in zip(times, pairs, strict=True)}
+
+
+def run_entry(
+    kind: str,
+    tokens: int,
+    window: Window,
+    pieces: Sequence[torch.Tensor],
+    weights: Sequence[Weights],
+    streams: Sequence[Body],
+) -> Entry:
+    """Check, then time one window in all columns.
+
+    Args:
+        kind: its name.
+        tokens: B.
+        window: its kernels.
+        pieces: the weights of layers that take turns, each in one piece.
+        weights: the same by name.
+        streams: what streams a piece the fastest.
+
+    Raises:
+        RuntimeError: a column is wrong; nothing was timed.
+    """
+    columns = {column: window.steps(column) for column in COLUMNS}
+    for column, steps in columns.items():
+        wrong = window.check(steps, weights[0])
+        if wrong is not None:
+            raise RuntimeError(f"{kind}, B = {tokens}, {column}: {wrong}, not timed")
+
+    recorded = Recorded(max(_LAYERS, len(weights)))
+    names: list[tuple[str, str]] = []
+    for column, steps in columns.items():
+        for name, some in prefixes(steps).items():
+            consume = consumer_of((some or steps)[-1].out)
+
+            def layer(of: Weights, some: Sequence[Step] = some, consume: Any = consume) -> None:
+                for step in some:
+                    step.run(of)
+                consume()
+
+            names.append((column, name))
+            recorded.record(names[-1], in_turns(layer, weights))
+    for i, stream in enumerate(streams):
+        recorded.record(i, _last(window).around(in_turns(stream, pieces)))
+    times = recorded.measure([*names, *range(len(streams))], _EFFORT)
+    of_names = dict(zip(names, times, strict=False))
+    return Entry(
+        kind=kind,
+        tokens=tokens,
+        bytes=2 * pieces[0].numel(),
+        floor_us=min(times[len(names) :]),
+        added_us={
+            column: added({name: us for (of, name), us in of_names.items() if of == column})
+            for column in COLUMNS
+        },
+        ran={column: {s.name: s.ran for s in steps if s.ran} for column, steps in columns.items()},
+    )
+
+
+def run(kinds: Sequence[str] = tuple(WINDOWS), tokens: Sequence[int] = TOKENS) -> Iterator[Entry]:
+    """Yield the entries of a whole run.
+
+    Args:
+        kinds: windows, from ``WINDOWS``.
+        tokens: batch sizes.
+    """
+    for kind in kinds:
+        windows = {count: WINDOWS[kind](count) for count in tokens}
+        first = next(iter(windows.values()))
+        pieces, weights = layers_of(first.shapes)
+        streams = floor.fastest(pieces, _last(first))
+        for count, window in windows.items():
+            yield run_entry(kind, count, window, pieces, weights, streams)
+
+
+def _last(window: Window) -> Chain:
+    """Return the end of a window as a chain that nothing begins."""
+    return Chain(lambda: None, consumer_of([*window.outputs.values()][-1]))
+
+
+def remarks(entries: Sequence[Entry]) -> list[str]:
+    """Return the figures over many entries, as sentences."""
+    found = []
+    for kind in dict.fromkeys(entry.kind for entry in entries):
+        few = [entry for entry in entries if entry.kind == kind and entry.tokens <= 16]
+        if few:
+            ratios = [total(e.added_us[OURS]) / total(e.added_us[STRUCTURE]) for e in few]
+            found.append(
+                f"{kind}, ours over the public structure, up to 16 tokens: geometric mean "
+                f"{statistics.geometric_mean(ratios):.3f}, worst {max(ratios):.3f}."
+            )
+    return found
+
+
+def total(added_us: Mapping[str, float]) -> float:
+    """Return the time of the whole window."""
+    return math.fsum(added_us.values())
+
+
+def as_document(entries: Sequence[Entry], commit: str | None = None) -> dict[str, Any]:
+    """Return a run as its document."""
+    return document.of(
+        "window",
+        entries,
+        commit,
+        method={
+            "statistic": "median of 5 rounds of 5 replays of a CUDA graph, microseconds a layer",
+            "weights": f"cold: layers of {COLD_BYTES >> 20} MiB take turns, all promised static",
+            "added": "the time of a prefix, with a consumer behind it, less that of the one before",
+            "floor": "the weights of a layer streamed in one go, the best of many forms, and the "
+            "consumer",
+        },
+        remarks=remarks(entries),
+    )
