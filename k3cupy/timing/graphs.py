@@ -82,13 +82,15 @@ def _turn(graph: torch.cuda.CUDAGraph, replays: int, warm: int) -> list[float]:
     """Return the microseconds of each timed replay, none of which waited for the host.
 
     A short graph is over before the host has queued the next replay, the more so while other
-    threads compile. So the GPU is held back first, for longer where a replay was queued too late.
+    threads compile. Where a replay was queued too late, the turn is taken again, and the GPU is
+    held back first, for longer each time.
     """
-    hold = _HOLD_CYCLES
+    hold = 0
     while True:
         for _ in range(warm):
             graph.replay()
-        torch.cuda._sleep(hold)
+        if hold:
+            torch.cuda._sleep(hold)
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
         marks[0].record()
         was_late = False
@@ -99,7 +101,7 @@ def _turn(graph: torch.cuda.CUDAGraph, replays: int, warm: int) -> list[float]:
         torch.cuda.synchronize()
         if not was_late or hold >= _MOST_CYCLES:
             return [a.elapsed_time(b) * 1000 for a, b in itertools.pairwise(marks)]
-        hold *= 4
+        hold = 4 * hold or _HOLD_CYCLES
 
 
 @dataclass(frozen=True)
