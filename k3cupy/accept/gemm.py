@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from k3cupy.accept import checks
 from k3cupy.call.arguments import Arguments, Output, Problem, Values
 from k3cupy.constants import CTYPES
@@ -16,6 +18,7 @@ from k3cupy.runtime.errors import reject, shown
 from k3cupy.runtime.tensors import ALIGNMENT, TensorView
 
 RESIDUAL = "residual"
+_FLOAT32 = "float32"
 _MAX_EXTENT = 1 << 31
 _ALIGNED = f"an address that is a multiple of {ALIGNMENT} bytes"
 
@@ -102,6 +105,18 @@ class GemmProblem(Problem):
         return self.n, self.k, self.num_tokens
 
     @property
+    def has_float32_out(self) -> bool:
+        """Whether the sums are stored as they are."""
+        return self.outputs[0].dtype == _FLOAT32
+
+    @property
+    def measured_as(self) -> str:
+        """What is to be told of measurements, which are of bfloat16 in and out."""
+        if self.x.dtype != "bfloat16":
+            return "with bfloat16"
+        return "with a bfloat16 output" if self.has_float32_out else ""
+
+    @property
     def x(self) -> TensorView:
         """The input."""
         return self.views[self.signature.x]
@@ -118,14 +133,23 @@ class GemmProblem(Problem):
 
 
 def accept(
-    signature: Signature, limits: Limits, values: Values, *, weight_is_static: bool
+    signature: Signature,
+    limits: Limits,
+    values: Values,
+    *,
+    weight_is_static: bool,
+    out_dtype: Any = None,
 ) -> GemmProblem:
     """Check everything that the host can see of values in the order of ``signature.arguments``."""
     views = signature.arguments.views(values)
     x = views[signature.x]
     checks.check_dtype(signature.x, x, limits.dtypes, limits.dtype_hint)
+    out_type = out_dtype_of(out_dtype) or x.dtype
     for name, v in views.items():
-        checks.check_dtype(name, v, (x.dtype,), limits.dtype_hint)
+        if name == signature.out and out_type != x.dtype:
+            checks.check_dtype(name, v, (out_type,), "That is out_dtype")
+        else:
+            checks.check_dtype(name, v, (x.dtype,), limits.dtype_hint)
     num_tokens, n, k = _check_shapes(signature, views, limits)
     checks.check_strides(signature.x, x)
     _check_weight_layout(signature, views[signature.weight])
@@ -143,15 +167,31 @@ def accept(
     return GemmProblem(
         views=checks.without_owners(views),
         num_tokens=num_tokens,
-        outputs=(Output(signature.out, "out", (num_tokens, n), x.dtype),),
+        outputs=(Output(signature.out, "out", (num_tokens, n), out_type),),
         updated=(),
-        in_place=(RESIDUAL,),
+        in_place=(RESIDUAL,) if out_type == x.dtype else (),
         slow_reason=checks.misalignment(signature.x, x, strides_are_64_bit=True),
         signature=signature,
         n=n,
         k=k,
         weight_is_static=weight_is_static,
     )
+
+
+def out_dtype_of(given: Any) -> str | None:
+    """Return the name of an output's type: None for the inputs' own, else float32 is taken.
+
+    As PyTorch, NumPy, CuPy and JAX call it, or its name.
+    """
+    if given is None:
+        return None
+    try:
+        is_float32 = str(given) == "torch.float32" or np.dtype(given) == np.float32
+    except (TypeError, ValueError):
+        is_float32 = False
+    if not is_float32:
+        reject("out_dtype", "None or float32", shown(given), error=TypeError)
+    return _FLOAT32
 
 
 def _check_shapes(

@@ -63,6 +63,7 @@ def choose(
     batch_invariant: bool = False,
     config: Any = None,
     why_not_mapped: str | None = None,
+    measured_as: str = "",
 ) -> Choice:
     """Return what runs for a product that the kernels accept.
 
@@ -80,12 +81,15 @@ def choose(
         config: what the caller named, checked; it decides.
         why_not_mapped: what keeps the copy engine from fetching x, empty where that is told
             already; None for nothing.
+        measured_as: how measurements differ from this call, empty where they do not.
     """
     if config is not None:
         found = Choice(kernels[0], config, NAMED)
     else:
         of = _Product(n, k, num_tokens, gpu)
         found = _chosen(tuple(kernels), of, residual, batch_invariant, tables_state())
+        if measured_as and found.origin != RULE:
+            found = replace(found, reason=f"{found.reason}, {measured_as}")
     if found.kernel != FUSED_A or not found.config.mapped_x:
         return found
     fused: FusedAGemmConfig = found.config
