@@ -64,14 +64,16 @@ def _torch_float32(torch: Any, x: Any, weight: Any, residual: Any) -> Any:
     follows = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     with torch.autocast(x.device.type, enabled=False):
         if not narrow:
-            out = linear(x, weight).float()
+            out = linear(x, weight)
         elif x.dim() and weight.dim() == 2 and x.is_cuda and not follows and _stores_sums(torch):
             rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
             out = torch.mm(rows, weight.t(), out_dtype=torch.float32)
             out = out.view(*x.shape[:-1], weight.shape[0])
         else:
             out = linear(x.float(), weight.float())
-        return out if residual is None else out + residual.expand(out.shape)
+        if residual is not None:
+            out = out + residual.expand(out.shape)
+        return out.float()
 
 
 def _stores_sums(torch: Any) -> bool:

@@ -248,11 +248,12 @@ def _make_route(
     try:
         plan = _OPERATIONS[choice.kernel].plan_of(problem, _completed(problem, choice), stream)
     except CaptureError as error:
+        kind = f", out_dtype={out_dtype!r}" if out_dtype else ""
         raise CaptureError(
             f"{error}. For low-latency linear that is k3cupy.warmup('low_latency_linear', "
             f"shapes=[({problem.n}, {problem.k})], tokens=[{problem.num_tokens}], "
             f"residual={problem.residual is not None}, batch_invariant={batch_invariant}, "
-            f"weight_is_static={weight_is_static}, out_dtype={out_dtype!r})"
+            f"weight_is_static={weight_is_static}{kind})"
         ) from error
     except ToolchainError as error:
         if sources.overridden() is not None:  # an edited copy that is not there is raised

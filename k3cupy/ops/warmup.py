@@ -64,9 +64,9 @@ def warmup(
     - ``"mla_prefill"``, for the caches named and both context operations, or the name of one of
       the five: dtype, kv_cache, rope, vector, config.
     - ``"fused_a_gemm"``: shapes, tokens, residual, weight_is_static, batch_invariant, strided
-      (None: rows of x that follow one another, and apart), vector, config, out_dtype.
-    - ``"skinny_gemm"``: shapes, tokens, residual, weight_is_static, dtype, vector, config,
-      out_dtype.
+      (None: rows of x that follow one another, and apart), vector, out_dtype, config.
+    - ``"skinny_gemm"``: shapes, tokens, residual, weight_is_static, dtype, vector, out_dtype,
+      config.
     - ``"low_latency_linear"``: shapes, tokens, residual, weight_is_static, batch_invariant (None:
       as ``is_batch_invariant`` says), out_dtype, for x of both kinds.
 
@@ -209,8 +209,8 @@ def _fused_a_gemm(
     batch_invariant: Flags = False,
     strided: Flags | None = None,
     vector: Flags = True,
-    config: FusedAGemmConfig | None = None,
     out_dtype: Any = None,
+    config: FusedAGemmConfig | None = None,
 ) -> Wanted:
     pairs = shapes_of(shapes, fused_a_gemm.K_MULTIPLE)
     counts = tokens_of(tokens, fused_a_gemm.MAX_TOKENS)
@@ -257,8 +257,8 @@ def _skinny_gemm(
     weight_is_static: Flags = False,
     dtype: Names = "bfloat16",
     vector: Flags = True,
-    config: SkinnyGemmConfig | None = None,
     out_dtype: Any = None,
+    config: SkinnyGemmConfig | None = None,
 ) -> Wanted:
     pairs = shapes_of(shapes, skinny_gemm.K_MULTIPLE)
     check_skinny_config(config)
