@@ -88,8 +88,8 @@ template <int kTileM, int kTileN, int kTileK, int kStages, int kStagesX, int kWa
           bool kWeightIsStatic, bool kHasResidual, typename Out = __nv_bfloat16>
 __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
     fused_a_gemm(const __nv_bfloat16* weight, unsigned int n, unsigned int k,
-                 const __nv_bfloat16* x, unsigned int num_tokens, long long x_row_stride,
-                 Out* out, long long out_row_stride, const __nv_bfloat16* residual,
+                 const __nv_bfloat16* x, unsigned int num_tokens, long long x_row_stride, Out* out,
+                 long long out_row_stride, const __nv_bfloat16* residual,
                  long long residual_row_stride, unsigned int block_rows) {
   compute_tile<Tile<kTileM, kTileN, kTileK, kStages, kStagesX, kWarpsK, kWarpsN, kSplitK,
                     kCopyWarps, kProduct, false>,
@@ -104,9 +104,8 @@ template <int kTileM, int kTileN, int kTileK, int kStages, int kStagesX, int kWa
 __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + kCopyWarps + 1))
     fused_a_gemm_mapped_x(const __nv_bfloat16* weight, unsigned int n, unsigned int k,
                           const __grid_constant__ TensorMap x_map, unsigned int num_tokens,
-                          Out* out, long long out_row_stride,
-                          const __nv_bfloat16* residual, long long residual_row_stride,
-                          unsigned int block_rows) {
+                          Out* out, long long out_row_stride, const __nv_bfloat16* residual,
+                          long long residual_row_stride, unsigned int block_rows) {
   compute_tile<Tile<kTileM, kTileN, kTileK, kStages, kStagesX, kWarpsK, kWarpsN, kSplitK,
                     kCopyWarps, kProduct, true>,
                kWeightIsStatic, kHasResidual>(weight, n, k, MappedX{&x_map}, num_tokens,

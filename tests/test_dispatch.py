@@ -289,12 +289,12 @@ def test_public_figures_are_marked() -> None:
 
 
 HEURISTICS = [
-    (H100, 2112, 7168, {1: "skinny", 2: "fused_a", 32: "fused_a", 64: "fused_a", 65: "linear"}),
-    (H100, 7168, 8448, {1: "skinny", 16: "fused_a", 32: "fused_a", 33: "linear"}),
+    (H100, 2112, 7168, {2: "skinny", 3: "fused_a", 32: "fused_a", 64: "fused_a", 65: "linear"}),
+    (H100, 7168, 8448, {2: "skinny", 16: "fused_a", 32: "fused_a", 33: "linear"}),
     (H100, 4223, 512, {64: "fused_a"}),
     (H100, 4224, 512, {64: "linear"}),
     (H100, 4224, 24, {1: "skinny"}),
-    (H200, 48, 7168, {1: "skinny", 2: "fused_a", 64: "fused_a"}),
+    (H200, 48, 7168, {2: "skinny", 3: "fused_a", 64: "fused_a"}),
     (A100, 2112, 7168, {1: "skinny", 2: "skinny", 3: "fused_a", 8: "fused_a", 9: "linear"}),
     (replace(A100, compute_capability=(8, 9)), 2112, 7168, {2: "skinny", 9: "linear"}),
     (B300, 48, 128, {1: "skinny", 64: "fused_a"}),

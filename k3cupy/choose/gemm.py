@@ -273,14 +273,14 @@ def _by_rule(kernels: Sequence[str], of: _Product) -> Choice:
     if LINEAR not in kernels:
         return Choice(kernels[0], *_modelled(kernels[0], of))
     if of.gpu.compute_capability >= (9, 0):
-        is_narrow = of.n < _ROWS_AN_SM * of.gpu.num_sms
-        most = MAX_TOKENS if is_narrow else 32
-        kernel = SKINNY if of.num_tokens == 1 else FUSED_A if of.num_tokens <= most else LINEAR
-        rule = "the rule for sm_90 and newer takes skinny for 1 token, fused_a up to 32, up to 64 "
-        rule += f"for weights of less than {_ROWS_AN_SM} rows a multiprocessor"
+        most = MAX_TOKENS if of.n < _ROWS_AN_SM * of.gpu.num_sms else 32
+        rule = (
+            "the rule for sm_90 and newer takes skinny up to 2 tokens, fused_a up to 32, or 64 for "
+        )
+        rule += f"weights of less than {_ROWS_AN_SM} rows a multiprocessor"
     else:
-        kernel = SKINNY if of.num_tokens <= 2 else FUSED_A if of.num_tokens <= 8 else LINEAR
-        rule = "the rule for sm_80 to sm_89 takes skinny up to 2 tokens, fused_a up to 8"
+        most, rule = 8, "the rule for sm_80 to sm_89 takes skinny up to 2 tokens, fused_a up to 8"
+    kernel = SKINNY if of.num_tokens <= 2 else FUSED_A if of.num_tokens <= most else LINEAR
     reason = f"not measured here, {of.unknown}: {rule}. `python -m k3cupy tune` measures it"
     return _linear(reason) if kernel == LINEAR else _ours(kernel, of, reason)
 

@@ -11,7 +11,7 @@ from k3cupy.runtime import tensor_maps
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.instances import Instance, instantiation
 from k3cupy.runtime.tensor_maps import Box
-from k3cupy.runtime.tensors import byte_stride, itemsize, row_stride
+from k3cupy.runtime.tensors import byte_stride, row_stride
 
 KERNEL, SOURCE = "fused_a", "fused_a_gemm.cu"
 
@@ -293,7 +293,7 @@ def variant_of(problem: Any, num_tokens: int = 0) -> Variant:
     aligned, has_residual = problem.slow_reason is None, problem.residual is not None
     one_row = 1 in (num_tokens, problem.num_tokens)
     packed = aligned and (one_row or problem.x.strides[0] == problem.k)
-    float32 = problem.has_float32_out
+    float32 = problem.float32_out
     return Variant(packed, aligned, problem.weight_is_static, has_residual, float32)
 
 
@@ -318,7 +318,10 @@ def launch(problem: Any, config: FusedAGemmConfig, rows: slice) -> Launch:
     addresses = {
         "weight": (problem.signature.weight, 0),
         "x_map" if config.mapped_x else "x": x_at,
-        "out": (problem.signature.out, rows.start * out_step * itemsize(problem.outputs[0].dtype)),
+        "out": (
+            problem.signature.out,
+            rows.start * out_step * (4 if problem.float32_out else x.itemsize),
+        ),
     }
     if residual is not None:
         addresses["residual"] = "residual", rows.start * byte_stride(residual, 0)

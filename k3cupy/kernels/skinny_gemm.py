@@ -156,7 +156,7 @@ def variant_of(problem: Any) -> Variant:
     """Return what a validated call decides."""
     has_residual = problem.residual is not None
     aligned = problem.slow_reason is None
-    static, float32 = problem.weight_is_static, problem.has_float32_out
+    static, float32 = problem.weight_is_static, problem.float32_out
     return Variant(problem.x.dtype, aligned, has_residual, static, float32)
 
 

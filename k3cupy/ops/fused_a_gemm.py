@@ -191,7 +191,8 @@ def explain_fused_a_gemm(*args: Any, **kwargs: Any) -> Choice:
 def _check(given: Given) -> None:
     checks.check_flags(given, "pdl", "weight_is_static", "batch_invariant")
     check_fused_a_config(given["config"])
-    gemm.out_dtype_of(given["out_dtype"])
+    if given["out_dtype"] is not None:
+        gemm.out_dtype_of(given["out_dtype"])
 
 
 def _choose(problem: GemmProblem, gpu: DeviceInfo, given: Given) -> Choice:

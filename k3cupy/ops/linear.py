@@ -147,7 +147,9 @@ def explain_low_latency_gemm(
     """
     values = (x, weight, residual, None)
     invariant = batch_invariance.resolved(batch_invariant)
-    return _completed(*_decide(values, invariant, False, gemm.out_dtype_of(out_dtype)))
+    if out_dtype is not None:
+        out_dtype = gemm.out_dtype_of(out_dtype)
+    return _completed(*_decide(values, invariant, False, out_dtype))
 
 
 def select_backend(

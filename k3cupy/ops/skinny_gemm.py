@@ -105,7 +105,8 @@ def explain_skinny_gemm(*args: Any, **kwargs: Any) -> Choice:
 def _check(given: Given) -> None:
     checks.check_flags(given, "pdl", "weight_is_static")
     check_skinny_config(given["config"])
-    gemm.out_dtype_of(given["out_dtype"])
+    if given["out_dtype"] is not None:
+        gemm.out_dtype_of(given["out_dtype"])
 
 
 def _accept(values: Values, given: Given) -> GemmProblem:

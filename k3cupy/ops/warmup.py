@@ -72,8 +72,9 @@ def warmup(
 
     ``dtype`` is ``"bfloat16"`` or ``"float16"``; ``kv_cache`` ``"bf16"`` (or ``"fp16"``: the
     inputs' type), ``"fp8"``, ``"fp8_ds_mla"``; ``shapes`` (N, K) of the weights, the name of a
-    preset such as ``"deepseek-v3-tp8"``, or None for every projection of Kimi-K3; ``tokens`` every M that will come, None for all that one launch takes;
-    ``config`` None for every configuration that a call may get.
+    preset such as ``"deepseek-v3-tp8"``, or None for every projection of Kimi-K3; ``tokens`` every
+    M that will come, None for all that one launch takes; ``out_dtype`` None or float32, of outputs
+    of the GEMMs; ``config`` None for every configuration that a call may get.
 
     Args:
         op: which operation.
@@ -215,7 +216,7 @@ def _fused_a_gemm(
     pairs = shapes_of(shapes, fused_a_gemm.K_MULTIPLE)
     counts = tokens_of(tokens, fused_a_gemm.MAX_TOKENS)
     check_fused_a_config(config, max(counts))
-    float32 = out_dtype_of(out_dtype) is not None
+    float32 = out_dtype is not None and bool(out_dtype_of(out_dtype))
     products = [*itertools.product(pairs, counts)]
     apart = (False, True) if strided is None else _several(strided)
 
@@ -267,7 +268,7 @@ def _skinny_gemm(
     for count in counts:
         check_skinny_config(config, count)
     products, kinds = [*itertools.product(pairs, counts)], _named("dtype", dtype, CTYPES)
-    float32 = out_dtype_of(out_dtype) is not None
+    float32 = out_dtype is not None and bool(out_dtype_of(out_dtype))
 
     def wanted(gpu: DeviceInfo) -> Iterator[Instance]:
         for adds in _several(residual):
@@ -292,7 +293,7 @@ def _low_latency_linear(
     most = fused_a_gemm.MAX_TOKENS
     counts = tokens_of(range(1, most + 1) if tokens is None else tokens, _MOST_ROWS)
     invariant = batch_invariance.resolved(batch_invariant)
-    float32 = out_dtype_of(out_dtype) is not None
+    float32 = out_dtype is not None and bool(out_dtype_of(out_dtype))
     if invariant:
         rows = (part for count in counts for part in slices(count))
         counts = tuple(dict.fromkeys(part.stop - part.start for part in rows))

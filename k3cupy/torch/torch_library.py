@@ -162,7 +162,8 @@ def _shape_of(
 ) -> Tensor:
     """Return a tensor like the operator's result, for tracing."""
     _refuse_forward_mode()
-    out_dtype_of(out_dtype)
+    if out_dtype is not None:
+        out_dtype_of(out_dtype)
     torch._check(
         weight.dim() == 2 and x.dim() > 0 and x.shape[-1] == weight.shape[1],
         lambda: f"weight: expected shape [N, K] for x {list(x.shape)}, got {list(weight.shape)}",
