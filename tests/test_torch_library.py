@@ -84,6 +84,19 @@ def test_residual_is_added(shape: tuple[int, ...]) -> None:
     close(OPERATOR(x, weight, residual), F.linear(x, weight) + residual)
 
 
+def test_residual_and_x_in_one_buffer_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The column halves of one tensor of three dimensions."""
+    seen: list[torch.Tensor] = []
+    linear = torch_library.linear.low_latency_linear
+    told = lambda x, w, residual, **named: seen.append(residual) or linear(x, w, residual, **named)  # noqa: E731
+    monkeypatch.setattr(torch_library.linear, "low_latency_linear", told)
+    both, weight = normal((2, 3, K + N), 1), normal((N, K), 2)
+    x, residual = both.split((K, N), dim=2)
+    close(OPERATOR(x, weight, residual), F.linear(x, weight) + residual)
+    assert seen[0].data_ptr() == residual.data_ptr()
+    assert seen[0].stride() == (K + N, 1)
+
+
 def test_residual_of_another_shape() -> None:
     x, weight = normal((2, 3, K), 1), normal((N, K), 2)
     with pytest.raises(ValueError, match=r"residual: expected shape \[2, 3, 48\], got shape"):
