@@ -203,6 +203,12 @@ def test_arrays_of_other_frameworks_in_float32(wrap: Any) -> None:
         np.testing.assert_allclose(np.asarray(out), want.numpy(), rtol=1e-6, atol=1e-4)
 
 
+def test_tensors_without_memory_in_float32() -> None:
+    x, weight = normal((2, 3, K), 1).to("meta"), normal((48, K), 2).to("meta")
+    out = k3cupy.low_latency_linear(x, weight, out_dtype=FLOAT32)
+    assert (out.shape, out.dtype) == ((2, 3, 48), FLOAT32)
+
+
 def test_gradients_of_the_frameworks_linear_in_float32() -> None:
     x, weight = normal((2, 3, K), 1).requires_grad_(), normal((48, K), 2).requires_grad_()
     out = k3cupy.low_latency_linear(x, weight, out_dtype=FLOAT32)

@@ -62,7 +62,8 @@ def _torch_float32(torch: Any, x: Any, weight: Any, residual: Any) -> Any:
     linear, kinds = torch.nn.functional.linear, (torch.bfloat16, torch.float16)
     narrow = x.dtype == weight.dtype and x.dtype in kinds
     follows = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    with torch.autocast(x.device.type, enabled=False):
+    where = x.device.type if torch.amp.is_autocast_available(x.device.type) else "cpu"
+    with torch.autocast(where, enabled=False):  # it would round
         if not narrow:
             out = linear(x, weight)
         elif x.dim() and weight.dim() == 2 and x.is_cuda and not follows and _stores_sums(torch):
