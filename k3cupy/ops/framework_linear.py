@@ -62,11 +62,12 @@ def _torch_float32(torch: Any, x: Any, weight: Any, residual: Any) -> Any:
     linear, kinds = torch.nn.functional.linear, (torch.bfloat16, torch.float16)
     narrow = x.dtype == weight.dtype and x.dtype in kinds
     follows = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    stored = x.is_cuda and "dtype" in torch.ops.aten.mm.overloads()  # from PyTorch 2.8 on
     where = x.device.type if torch.amp.is_autocast_available(x.device.type) else "cpu"
     with torch.autocast(where, enabled=False):  # it would round
         if not narrow:
             out = linear(x, weight)
-        elif x.dim() and weight.dim() == 2 and x.is_cuda and not follows and _stores_sums(torch):
+        elif stored and not follows and x.dim() and weight.dim() == 2:
             rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
             out = torch.mm(rows, weight.t(), out_dtype=torch.float32)
             out = out.view(*x.shape[:-1], weight.shape[0])
@@ -75,11 +76,6 @@ def _torch_float32(torch: Any, x: Any, weight: Any, residual: Any) -> Any:
         if residual is not None:
             out = out + residual.expand(out.shape)
         return out.float()
-
-
-def _stores_sums(torch: Any) -> bool:
-    """Return whether this PyTorch lets a product of 16-bit types have the type of its sums."""
-    return "dtype" in torch.ops.aten.mm.overloads()
 
 
 def _array_linear(x: Any, weight: Any, residual: Any, float32_out: bool) -> Any:
