@@ -307,11 +307,21 @@ ASKED = [
         [(OPS, TOKENS[MLA_PREFILL], 12, False, ("gemm", "early"))],
     ),
     ("gemm --shape 2112x7168 --tokens 3", OF_GEMM, [(((2112, 7168),), (3,), SMALL)]),
-    ("gemm", OF_GEMM, [([(p.n, p.k) for p in projections.shapes()], TOKEN_CLASSES, SMALL)]),
+    ("gemm", OF_GEMM, [(projections.preset_shapes("kimi-k3"), TOKEN_CLASSES, SMALL)]),
     (
         "linear --shape 2112x7168 --producer early",
         "linear_h200_bars",
         [(((2112, 7168),), tuple(range(1, 17)), ("early", "none"))],
+    ),
+    (
+        "gemm --preset glm-5.2",
+        OF_GEMM,
+        [(projections.preset_shapes("glm-5.2"), TOKEN_CLASSES, SMALL)],
+    ),
+    (
+        "linear --preset deepseek-v3-tp8",
+        "linear_h200_bars",
+        [(projections.preset_shapes("deepseek-v3-tp8"), tuple(range(1, 17)), SMALL)],
     ),
 ]
 

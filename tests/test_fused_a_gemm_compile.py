@@ -38,7 +38,8 @@ pytestmark = pytest.mark.compiles
 
 SHARED_MEMORY = {"sm_80": 166_912, "sm_86": 101_376, "sm_89": 101_376, "sm_120": 101_376}
 VARIANTS = [
-    Variant(packed, aligned, static, residual)
+    Variant(packed, aligned, static, residual, float32)
+    for float32 in (False, True)
     for packed, aligned, static, residual in itertools.product((True, False), repeat=4)
     if aligned or not packed
 ]

@@ -1,5 +1,5 @@
 // The end of the fused-A GEMM: the sums of an element are added over the warps, then over the blocks
-// of a cluster, then comes the residual, in fp32, before the only rounding.
+// of a cluster, then comes the residual, in fp32, before the only rounding, if Out needs one.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -101,16 +101,15 @@ __device__ __forceinline__ float sum_of_blocks(const float* inbox, unsigned int 
 }
 
 // Finishes and stores the block's own rows.
-template <typename Tile, bool kHasResidual>
+template <typename Tile, bool kHasResidual, typename Out>
 __device__ __forceinline__ void store_sums(StoredShare<Tile, kHasResidual>& stored,
                                            const BlockShare<Tile>& share,
                                            const BlockMemory<Tile>& memory,
-                                           const TokenRows<__nv_bfloat16>& out,
-                                           unsigned int num_tokens) {
+                                           const TokenRows<Out>& out, unsigned int num_tokens) {
   const auto store = [&](unsigned int token, unsigned int row, float total, __nv_bfloat16 addend) {
     if (row < share.rows) {
       if constexpr (kHasResidual) total = add(total, __bfloat162float(addend));
-      out.data[token * out.row_stride + share.first_row + row] = __float2bfloat16(total);
+      out.data[token * out.row_stride + share.first_row + row] = static_cast<Out>(total);
     }
   };
   if constexpr (Tile::kSplitK == 1) {

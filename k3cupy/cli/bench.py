@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from k3cupy.cli.options import shape_option
+from k3cupy.cli.options import named_shapes, preset_option, shape_option
 from k3cupy.runtime.errors import reject
 
 _WINDOWS = ("mla-front", "kda-front", "mla-back", "moe-front")
@@ -155,12 +155,14 @@ def prefill_command(
 
 @bench.command("gemm")
 @shape_option("N x K as 2112x7168; all of Kimi-K3's by default.")
+@preset_option("The weights of a named model.")
 @click.option("--tokens", multiple=True, type=click.IntRange(1, 64), help="M; the table's.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the times over the floor.")
 @_chain_options("end")
 @_result_options
 def gemm_command(
     shapes: tuple[tuple[int, int], ...],
+    preset: str | None,
     tokens: tuple[int, ...],
     plot: Path | None,
     producer: str,
@@ -174,11 +176,10 @@ def gemm_command(
     """
     _need_matplotlib(plot)
     _need_gpu()
-    from k3cupy import projections
     from k3cupy.bench import gemm
     from k3cupy.choose.gemm import TOKEN_CLASSES
 
-    wanted = shapes or [(p.n, p.k) for p in projections.shapes()]
+    wanted = named_shapes(shapes, preset)
     around = producer, consumer
     entries = gemm.run(wanted, tokens or TOKEN_CLASSES, around)
     document = gemm.as_document(list(entries), commit, around)
@@ -192,11 +193,13 @@ def gemm_command(
 
 @bench.command("linear")
 @shape_option("N x K as 2112x7168; all of Kimi-K3's by default.")
+@preset_option("The weights of a named model.")
 @click.option("--tokens", multiple=True, type=click.IntRange(1, 64), help="M; 1 to 16.")
 @_chain_options("end")
 @_result_options
 def linear_command(
     shapes: tuple[tuple[int, int], ...],
+    preset: str | None,
     tokens: tuple[int, ...],
     producer: str,
     consumer: str,
@@ -209,10 +212,9 @@ def linear_command(
     measured too, and the two projections that read a slice of a wider tensor.
     """
     _need_gpu()
-    from k3cupy import projections
     from k3cupy.bench import linear
 
-    wanted = shapes or [(p.n, p.k) for p in projections.shapes()]
+    wanted = named_shapes(shapes, preset)
     around = producer, consumer
     entries = linear.run(wanted, tokens or linear.TOKENS, around)
     _show(linear.as_document(list(entries), commit, around), path)

@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from k3cupy.cli.options import shape_option
-from k3cupy.projections import preset_names, preset_shapes
+from k3cupy.cli.options import preset_option, shape_option
+from k3cupy.projections import preset_shapes
 from k3cupy.runtime import devices
 from k3cupy.runtime.errors import CompileError, ToolchainError, shown
 from k3cupy.tuning import files
@@ -38,7 +38,7 @@ def _part(context: click.Context, parameter: click.Parameter, text: str | None) 
     show_default=True,
     help="Whose configurations.",
 )
-@click.option("--preset", type=click.Choice(preset_names()), help="Weights of a named model.")
+@preset_option("Weights of a named model.")
 @shape_option("N x K of a weight, as 2112x7168.")
 @click.option(
     "--from-module",

@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from k3cupy.call.launch import Launch, Parameters
-from k3cupy.kernels import Tuned
+from k3cupy.kernels import FLOAT, Tuned
 from k3cupy.runtime import tensor_maps
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.instances import Instance, instantiation
@@ -71,12 +71,14 @@ class Variant:
             element.
         weight_is_static: the promise that the weight is older than the preceding kernel.
         has_residual: a residual is added.
+        float32_out: the sums are stored as they are.
     """
 
     packed: bool = True
     aligned_x: bool = True
     weight_is_static: bool = False
     has_residual: bool = False
+    float32_out: bool = False
 
 
 @dataclass(frozen=True)
@@ -243,7 +245,7 @@ class FusedAGemmConfig(Tuned):
         """Return the C++ name of the instance."""
         *template, product, _block_rows, _mapped_x = astuple(self)  # rows are a kernel's argument
         template.append(f"k3cupy::Product::{_PRODUCTS[product]}")
-        flags = variant.weight_is_static, variant.has_residual
+        flags = variant.weight_is_static, variant.has_residual, *(FLOAT * variant.float32_out)
         if self.mapped_x and variant.aligned_x:
             return instantiation("fused_a_gemm_mapped_x", *template, *flags)
         return instantiation("fused_a_gemm", *template, variant.packed, variant.aligned_x, *flags)
@@ -291,7 +293,8 @@ def variant_of(problem: Any, num_tokens: int = 0) -> Variant:
     aligned, has_residual = problem.slow_reason is None, problem.residual is not None
     one_row = 1 in (num_tokens, problem.num_tokens)
     packed = aligned and (one_row or problem.x.strides[0] == problem.k)
-    return Variant(packed, aligned, problem.weight_is_static, has_residual)
+    float32 = problem.float32_out
+    return Variant(packed, aligned, problem.weight_is_static, has_residual, float32)
 
 
 def launch(problem: Any, config: FusedAGemmConfig, rows: slice) -> Launch:
@@ -315,7 +318,10 @@ def launch(problem: Any, config: FusedAGemmConfig, rows: slice) -> Launch:
     addresses = {
         "weight": (problem.signature.weight, 0),
         "x_map" if config.mapped_x else "x": x_at,
-        "out": (problem.signature.out, rows.start * out_step * x.itemsize),
+        "out": (
+            problem.signature.out,
+            rows.start * out_step * (4 if problem.float32_out else x.itemsize),
+        ),
     }
     if residual is not None:
         addresses["residual"] = "residual", rows.start * byte_stride(residual, 0)
