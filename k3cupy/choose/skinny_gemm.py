@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 
 from k3cupy.choose.table import config_of
-from k3cupy.kernels.skinny_gemm import KERNEL, VECTOR_WIDTHS, SkinnyGemmConfig
+from k3cupy.kernels.skinny_gemm import (
+    KERNEL,
+    MAX_FMA_TOKENS,
+    MMA,
+    VECTOR_WIDTHS,
+    SkinnyGemmConfig,
+)
 from k3cupy.runtime.devices import DeviceInfo
 
 _BLOCK_SIZES = tuple(range(32, 513, 32))
@@ -22,28 +29,48 @@ _PUBLIC_OF_MORE = "128/2/1/8 64/4/1/8 128/3/1/8 128/6/1/8 64/2/2/8 64/3/2/8"
 """By number of rows, what public packages found fast on GPUs of other kinds: block_size,
 outputs_per_block, k_unroll and vector_width, as tables write them."""
 
-_NUM_CANDIDATES, _PUBLIC_CANDIDATES = 8, 3
+_NUM_CANDIDATES, _PUBLIC_CANDIDATES, _MMA_CANDIDATES = 8, 3, 16
 _WORTH_A_TRY = 1.3
 """A public setting is one up to this many times the model's best time."""
 
 _OF_ONE_BLOCK_SIZE, _OF_ONE_OUTPUTS = 2, 3
+
+_MMA_BLOCK_SIZES = (64, 96, 128, 192, 224, 256, 320, 384, 448, 512)
+_MMA_OUTPUTS = (8, 12, 14, 16, 18, 20, 24, 27, 28, 32, 35, 40, 48, 56)
+_MMA_UNROLLS = (1, 2, 3, 4, 6, 7, 8)
+_EVEN = 0.8
+"""Blocks of tensor cores are spread over the multiprocessors at least this evenly."""
 
 
 @functools.lru_cache(maxsize=4096)
 def candidates(n: int, k: int, num_tokens: int, device: DeviceInfo) -> tuple[SkinnyGemmConfig, ...]:
     """Return the configurations worth measuring for a product on a GPU, the likeliest first.
 
-    The model's best, the three of the public settings that it puts first, and what follows in its
-    order: not more than two of one block size and three of one number of outputs, as long as there
-    are others. Near its optimum the model knows less than a measurement.
+    One token costs fewest instructions as dot products, so these come first there; from two on
+    tensor cores do. Of each form the model's best, and what follows in its order: of dot products
+    the three of the public settings that it puts first among them. Not more than two of one block
+    size and three of one number of outputs, as long as there are others: near its optimum the
+    model knows less than a measurement.
     """
-    times = {config: estimate_us(config, n, k, device) for config in _possible(n, k, num_tokens)}
-    ranked = sorted(times, key=times.__getitem__)
-    settings = _PUBLIC.get(num_tokens, _PUBLIC_OF_MORE).split()
-    public = {config_of(KERNEL, f"{num_tokens}/{setting}") for setting in settings}
-    limit = _WORTH_A_TRY * times[ranked[0]]
-    known = [c for c in ranked if c in public and times[c] < limit][:_PUBLIC_CANDIDATES]
-    found = list(dict.fromkeys((ranked[0], *known)))
+    dots: list[SkinnyGemmConfig] = []
+    if num_tokens <= MAX_FMA_TOKENS:
+        times = {c: estimate_us(c, n, k, device) for c in _possible(n, k, num_tokens)}
+        ranked = sorted(times, key=times.__getitem__)
+        settings = _PUBLIC.get(num_tokens, _PUBLIC_OF_MORE).split()
+        public = {config_of(KERNEL, f"{num_tokens}/{setting}") for setting in settings}
+        limit = _WORTH_A_TRY * times[ranked[0]]
+        known = [c for c in ranked if c in public and times[c] < limit][:_PUBLIC_CANDIDATES]
+        dots = _of_many_kinds([ranked[0], *known], ranked, _NUM_CANDIDATES)
+    possible = _possible_mma(n, k, num_tokens, device)
+    possible.sort(key=lambda config: estimate_mma_us(config, n, k, device))
+    tiles = _of_many_kinds([], possible, _MMA_CANDIDATES)
+    return tuple(dots + tiles if num_tokens == 1 else tiles + dots)
+
+
+def _of_many_kinds(
+    known: list[SkinnyGemmConfig], ranked: list[SkinnyGemmConfig], most: int
+) -> list[SkinnyGemmConfig]:
+    found = list(dict.fromkeys(known))
     alike: list[SkinnyGemmConfig] = []
     for config in ranked:
         if config in found:
@@ -52,7 +79,7 @@ def candidates(n: int, k: int, num_tokens: int, device: DeviceInfo) -> tuple[Ski
         outputs = sum(c.outputs_per_block == config.outputs_per_block for c in found)
         is_another = sizes < _OF_ONE_BLOCK_SIZE and outputs < _OF_ONE_OUTPUTS
         (found if is_another else alike).append(config)
-    return tuple(sorted((*found, *alike)[:_NUM_CANDIDATES], key=ranked.index))
+    return sorted((*found, *alike)[:most], key=ranked.index)
 
 
 def _possible(n: int, k: int, num_tokens: int) -> list[SkinnyGemmConfig]:
@@ -67,6 +94,25 @@ def _possible(n: int, k: int, num_tokens: int) -> list[SkinnyGemmConfig]:
         and config.block_size * config.vector_width * (config.k_unroll - 1) < k
     ]
     return found or [SkinnyGemmConfig(num_tokens, 32, 1, 1, 8)]  # it fits any product
+
+
+def _possible_mma(
+    n: int, k: int, num_tokens: int, device: DeviceInfo
+) -> list[SkinnyGemmConfig]:
+    """Return what is valid on tensor cores, without idle warps, and spread over the GPU."""
+    steps, sms = -(-k // 32), device.num_sms
+    found = []
+    for outputs, split in itertools.product(_MMA_OUTPUTS, (1, 2, 4, 8)):
+        smallest = SkinnyGemmConfig(num_tokens, 64, outputs, 1, 8, MMA, split)
+        blocks = smallest.blocks(n)
+        if blocks < _EVEN * sms * -(-blocks // sms) and (blocks > sms or outputs > 8):
+            continue
+        for size, unroll in itertools.product(_MMA_BLOCK_SIZES, _MMA_UNROLLS):
+            if size // 32 * split * unroll < steps + size // 32 * split:
+                config = SkinnyGemmConfig(num_tokens, size, outputs, unroll, 8, MMA, split)
+                if config.is_valid(device):
+                    found.append(config)
+    return found or [SkinnyGemmConfig(num_tokens, 64, 8, 1, 8, MMA)]
 
 
 # --- The model -----------------------------------------------------------------------------------
@@ -105,3 +151,39 @@ def estimate_us(config: SkinnyGemmConfig, n: int, k: int, device: DeviceInfo) ->
     near = per_sm * 2 * k * (rows + outputs) / _L1_BYTES_A_NS
     together: float = sum(t**_OVERLAP for t in (memory, stream, work, near)) ** (1 / _OVERLAP)
     return (together + ends + _START_NS * resident) / 1000
+
+
+_MMA_BYTES_A_NS_AN_SM, _MMA_ENDS_NS = 30.0, 900.0
+_MMA_BYTES_IN_FLIGHT, _MMA_THREADS = 60_000, 512
+"""What is enough for a multiprocessor."""
+
+_WAVE, _FLIGHT, _THREADS, _TAIL, _ODD = 0.094, 0.144, 0.041, 0.037, 0.049
+_SPLIT, _FEW, _DEEP, _ONE_ROUND = 0.031, 0.125, 0.008, 0.02
+"""What is lost, in parts of the time: by twice the waves; by an e-th of the bytes in flight, or of
+the threads, that are enough; by a last round of idle warps; by rows of a product that no output
+has; by a cluster twice as large; by blocks for an e-th of the multiprocessors only; by a
+step more in flight; and won where one round is enough. Fitted to 2,300 times in the chain, H200."""
+
+
+def estimate_mma_us(config: SkinnyGemmConfig, n: int, k: int, device: DeviceInfo) -> float:
+    """Return the model's time of the form with tensor cores: that of memory, and what is lost."""
+    sms, steps, at_once = device.num_sms, -(-k // 32), config.steps_of_round()
+    weight, blocks, outputs = 2 * n * k / sms, config.blocks(n), config.outputs_per_block
+    per_sm = -(-blocks // sms)
+    resident = min(per_sm, config.blocks_per_sm)
+    threads = resident * config.block_size
+    rounds = -(-steps // at_once)
+    in_flight = 2 * threads * config.k_unroll * outputs
+    enough = min(_MMA_BYTES_IN_FLIGHT, 0.9 * weight)
+    lost = (
+        _WAVE * math.log2(-(-per_sm // resident))
+        + _FLIGHT * max(0.0, math.log(enough / in_flight))
+        + _THREADS * max(0.0, math.log(_MMA_THREADS / threads))
+        + _TAIL * (rounds * at_once / steps - 1)
+        + _ODD * (-(-outputs // 8) * 8 / outputs - 1)
+        + _SPLIT * math.log2(config.split_k)
+        + _FEW * max(0.0, math.log(sms / blocks))
+        + _DEEP * config.k_unroll
+        - _ONE_ROUND * (rounds == 1)
+    )
+    return (weight / _MMA_BYTES_A_NS_AN_SM + _MMA_ENDS_NS) * math.exp(lost) / 1000
