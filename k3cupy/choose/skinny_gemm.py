@@ -96,9 +96,7 @@ def _possible(n: int, k: int, num_tokens: int) -> list[SkinnyGemmConfig]:
     return found or [SkinnyGemmConfig(num_tokens, 32, 1, 1, 8)]  # it fits any product
 
 
-def _possible_mma(
-    n: int, k: int, num_tokens: int, device: DeviceInfo
-) -> list[SkinnyGemmConfig]:
+def _possible_mma(n: int, k: int, num_tokens: int, device: DeviceInfo) -> list[SkinnyGemmConfig]:
     """Return what is valid on tensor cores, without idle warps, and spread over the GPU."""
     steps, sms = -(-k // 32), device.num_sms
     found = []
