@@ -191,7 +191,9 @@ __global__ void __launch_bounds__(kBlockSize, kBlocksPerSm)
   constexpr unsigned int kStepBytes = 2 * kStep;
   static_assert(kBlockSize % kLanes == 0, "blocks are whole warps");
   static_assert(kTileM == 8 || kTileM == 16, "the product has 16 tokens, or zeros in half of them");
+  static_assert(kOutputs >= 1, "at least one row of the weight");
   static_assert(kUnroll >= 1, "at least one step in flight");
+  static_assert(kSplitK >= 1 && kSplitK <= 8, "a cluster has up to eight blocks everywhere");
 
   const unsigned int lane = threadIdx.x % kLanes;
   const unsigned int warp = threadIdx.x / kLanes;

@@ -53,7 +53,7 @@ def test_every_kernel_of_every_shipped_source_runs(launches: dict[str, Launch]) 
     folder = sources.shipped()
     files = [path for path in folder.rglob("*.cu") if path.parent.name != "bench"]
     wanted = {(str(path.relative_to(folder)), name) for path in files for name in kernels_of(path)}
-    assert len(wanted) == 10
+    assert len(wanted) == 11
     assert all(path.read_text().count("__global__") == len(kernels_of(path)) for path in files)
     instances = [launch.instance for launch in launches.values()]
     ran = {(i.source, re.split(r"[:<]", i.name_expression)[2]) for i in instances}
@@ -83,6 +83,8 @@ def test_every_form_of_a_kernel_runs(launches: dict[str, Launch]) -> None:
     }
     mapped = {("fused_a_gemm_mapped_x", k, False, r) for k in kinds for r in flags}
     assert pointed | mapped <= products
+    assert found["skinny_gemm_mma"][1] == {"8", "16"}
+    assert {"1"} < found["skinny_gemm_mma"][5], "alone and in clusters"
 
 
 CACHES = ("kSame", "kFp8", "kDsMla")
@@ -98,7 +100,7 @@ def test_each_tool_has_a_fault_in_each_kernel_that_it_can_watch() -> None:
     assert planted <= every
 
 
-KINDS = ("skinny", "fused-A", "decode", "prefill")
+KINDS = ("skinny", "skinny on tensor cores", "fused-A", "decode", "prefill")
 
 
 @pytest.mark.parametrize("fault", sanitize.FAULTS, ids=lambda f: f"{f.tool}-{f.what}")

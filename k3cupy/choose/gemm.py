@@ -184,7 +184,7 @@ def fits(kernel: str, config: Any, num_tokens: int, gpu: DeviceInfo) -> Any:
     if kernel == FUSED_A:
         return config if config.fits(num_tokens, gpu) else None
     fitted = replace(config, num_rows=num_tokens)
-    return fitted if fitted.is_valid() else None
+    return fitted if fitted.is_valid(gpu) else None
 
 
 def _known(

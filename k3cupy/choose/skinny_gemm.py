@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from dataclasses import replace
 
 from k3cupy.choose.table import config_of
 from k3cupy.kernels.skinny_gemm import (
@@ -61,10 +62,17 @@ def candidates(n: int, k: int, num_tokens: int, device: DeviceInfo) -> tuple[Ski
         limit = _WORTH_A_TRY * times[ranked[0]]
         known = [c for c in ranked if c in public and times[c] < limit][:_PUBLIC_CANDIDATES]
         dots = _of_many_kinds([ranked[0], *known], ranked, _NUM_CANDIDATES)
-    possible = _possible_mma(n, k, num_tokens, device)
-    possible.sort(key=lambda config: estimate_mma_us(config, n, k, device))
-    tiles = _of_many_kinds([], possible, _MMA_CANDIDATES)
+    tile_m = SkinnyGemmConfig(num_tokens, 64, 8, 1, 8, MMA).tile_m
+    tiles = [replace(c, num_rows=num_tokens) for c in _mma_candidates(n, k, tile_m, device)]
     return tuple(dots + tiles if num_tokens == 1 else tiles + dots)
+
+
+@functools.lru_cache(maxsize=1024)
+def _mma_candidates(n: int, k: int, tile_m: int, device: DeviceInfo) -> list[SkinnyGemmConfig]:
+    """Return those with tensor cores, for which all tokens of a tile are alike."""
+    possible = _possible_mma(n, k, tile_m, device)
+    possible.sort(key=lambda config: estimate_mma_us(config, n, k, device))
+    return _of_many_kinds([], possible, _MMA_CANDIDATES)
 
 
 def _of_many_kinds(
@@ -97,7 +105,7 @@ def _possible(n: int, k: int, num_tokens: int) -> list[SkinnyGemmConfig]:
 
 
 def _possible_mma(n: int, k: int, num_tokens: int, device: DeviceInfo) -> list[SkinnyGemmConfig]:
-    """Return what is valid on tensor cores, without idle warps, and spread over the GPU."""
+    """Return what is valid on tensor cores, has work for its warps, and is spread over the GPU."""
     steps, sms = -(-k // 32), device.num_sms
     found = []
     for outputs, split in itertools.product(_MMA_OUTPUTS, (1, 2, 4, 8)):
@@ -106,7 +114,8 @@ def _possible_mma(n: int, k: int, num_tokens: int, device: DeviceInfo) -> list[S
         if blocks < _EVEN * sms * -(-blocks // sms) and (blocks > sms or outputs > 8):
             continue
         for size, unroll in itertools.product(_MMA_BLOCK_SIZES, _MMA_UNROLLS):
-            if size // 32 * split * unroll < steps + size // 32 * split:
+            warps = size // 32 * split
+            if warps <= 2 * steps and warps * (unroll - 1) < steps:
                 config = SkinnyGemmConfig(num_tokens, size, outputs, unroll, 8, MMA, split)
                 if config.is_valid(device):
                     found.append(config)

@@ -145,7 +145,7 @@ class SkinnyGemmConfig(Tuned):
         groups = -(-self.outputs_per_block // _MMA_ROWS)
         sums = self.block_size // _WARP * self.tile_m * _MMA_ROWS * (groups | 1)
         quads = self.split_k * -(-self.tile_m * groups * 2 // self.split_k)
-        return 4 * (sums + (4 * quads if self.split_k > 1 else 4)) + 8
+        return 4 * sums + (16 * quads + 8 if self.split_k > 1 else 0)
 
     def steps_of_round(self) -> int:
         """Return how many steps of 32 columns all warps of a cluster have in flight together."""
