@@ -303,7 +303,7 @@ FUSED_A = Gemm(
 )
 SKINNY = Gemm(
     "skinny_gemm",
-    tokens=(1, 4, 5, 8),
+    tokens=(1, 5, 8, 16),
     odd_tokens=7,
     k_multiple=8,
     dtypes=(BF16, FP16),

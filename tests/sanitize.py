@@ -94,6 +94,7 @@ class Fault:
 
 
 _BARRIER = "  __syncthreads();\n"
+_MMA_SUMS = "\n  if constexpr (kSplitK == 1) {\n    for_own_elements"
 FAULTS = (
     Fault(
         "memcheck",
@@ -101,6 +102,13 @@ FAULTS = (
         (Edit("skinny_gemm.cu", "threadIdx.x < kSums && row < n;", "threadIdx.x < kSums;"),),
         "skinny-1x64x2-bfloat16-packed",
         r"Invalid __global__ write.*\n.*skinny_gemm",
+    ),
+    Fault(
+        "memcheck",
+        "skinny on tensor cores: a row past the last one is stored",
+        (Edit("skinny_gemm.cu", "if (exists && first_row + row < n) visit", "if (exists) visit"),),
+        "skinny-mma-1x64x8-bfloat16-packed",
+        r"Invalid __global__ write.*\n.*skinny_gemm_mma",
     ),
     Fault(
         "memcheck",
@@ -135,6 +143,13 @@ FAULTS = (
         (Edit("skinny_gemm.cu", _BARRIER + "  if (finishes) {", "  if (finishes) {"),),
         "skinny-3x64x5-bfloat16-aligned-residual",
         r"[Rr]ace.*\n?.*skinny_gemm",
+    ),
+    Fault(
+        "racecheck",
+        "skinny on tensor cores: no barrier between the sums of the warps and their reader",
+        (Edit("skinny_gemm.cu", _BARRIER + _MMA_SUMS, _MMA_SUMS),),
+        "skinny-mma-12x96x14-bfloat16-aligned-residual",
+        r"[Rr]ace.*\n?.*skinny_gemm_mma",
     ),
     Fault(
         "racecheck",
@@ -175,6 +190,19 @@ FAULTS = (
         (Edit("skinny_gemm.cu", "x + m * x_row_stride", "x + m * x_row_stride + 8"),),
         "skinny-3x64x5-bfloat16-aligned-residual",
         r"Uninitialized __global__ memory read.*\n.*skinny_gemm",
+    ),
+    Fault(
+        "initcheck",
+        "skinny on tensor cores: x is read past its columns",
+        (
+            Edit(
+                "skinny_gemm.cu",
+                "token * x_row_stride + column",
+                "token * x_row_stride + column + 8",
+            ),
+        ),
+        "skinny-mma-12x96x14-bfloat16-aligned-residual",
+        r"Uninitialized __global__ memory read.*\n.*skinny_gemm_mma",
     ),
     Fault(
         "initcheck",
@@ -234,6 +262,19 @@ FAULTS = (
         ),
         "skinny-3x64x5-bfloat16-aligned-residual",
         r"Divergent thread.*\n.*skinny_gemm",
+    ),
+    Fault(
+        "synccheck",
+        "skinny on tensor cores: one thread passes a block barrier by",
+        (
+            Edit(
+                "skinny_gemm.cu",
+                _BARRIER + _MMA_SUMS,
+                "  if (threadIdx.x != 5) __syncthreads();\n" + _MMA_SUMS,
+            ),
+        ),
+        "skinny-mma-12x96x14-bfloat16-aligned-residual",
+        r"Divergent thread.*\n.*skinny_gemm_mma",
     ),
     Fault(
         "synccheck",

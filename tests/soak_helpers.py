@@ -236,6 +236,8 @@ TASKS |= {
         ("skinny_gemm", 2, 272, 1024, {"residual": True, "dtype": FP16}),
         ("skinny_gemm", 7, 272, 1024, {"stride": 1027, "shift": 2}),
         ("skinny_gemm", 4, 272, 1024, {"in_place": True}),
+        ("skinny_gemm", 12, 272, 1024, {"stride": 2112, "weight_is_static": True}),
+        ("skinny_gemm", 16, 264, 1032, {"residual": True}),
         ("low_latency_linear", 4, 2304, 1536, {}),
         ("low_latency_linear", 4, 2304, 1536, {"residual": True}),
     )

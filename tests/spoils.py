@@ -329,7 +329,7 @@ def _of_gemm(operation: str) -> Iterator[Spoil]:
     for name in ("x", "weight"):
         yield put(name, None, error=TypeError)
     yield change("x", "has no columns", lambda t: t[:, :0], "weight")
-    most = 64 if fused else 8
+    most = 64 if fused else 16
     yield change("x", "has many rows", lambda t: t[:1].repeat(most + 1, 1))
     yield from _of_a_weight("weight")
     for name in ("residual", "out"):

@@ -332,6 +332,10 @@ _ORDERS: tuple[tuple[str, ...], ...] = ((), VLLM, VLLM[:2], SGLANG, SGLANG[:1])
 _SPECIALS = (math.nan, math.inf, -math.inf, 0.0, -0.0)
 _SIZES_OF_THE_RULE = ((4, 24, 64), (17, 65, 208), (64, 64, 64))
 _SQUARES = ((16, 16, 16), (32, 32, 32), (64, 64, 64))
+_MMA_CONFIGS = (
+    k3cupy.SkinnyGemmConfig(1, 64, 8, 1, 8, "mma"),
+    k3cupy.SkinnyGemmConfig(1, 96, 12, 2, 8, "mma"),
+)
 _SIZES_OF_LINEAR = ((0, 24, 64), (1, 24, 64), (4, 24, 64), (17, 24, 64), (4, 65, 208))
 """M, N and K on a GPU where a rule chooses the kernel, for each of its choices is compiled."""
 
@@ -404,6 +408,8 @@ def gemm_cases(
         tensors["x"] = tensors["x"][:1].expand(x.shape)
     tensors["weight"] = guarded(weight, shift=16 * draw(st.integers(0, 2)))
     options, out = _options_of(draw, operation, config, device), None
+    if operation == SKINNY_OP and tokens and not to_be_spoiled and draw(st.booleans()):
+        options["config"] = replace(draw(st.sampled_from(_MMA_CONFIGS)), num_rows=tokens)
     order = draw(st.sampled_from(_ORDERS)) if operation == DSV3_OP else ()
     if (operation == DSV3_OP and (to_be_spoiled or order != SGLANG or draw(st.booleans()))) or (
         operation not in (*LINEAR_OPS, DSV3_OP) and (to_be_spoiled or draw(st.booleans()))
@@ -436,7 +442,7 @@ def _sizes_of(
     most = gemm.max_tokens if config is None else config.tile_m
     tokens = st.integers(least, most)
     if on_gpu and operation == SKINNY_OP:
-        tokens = st.sampled_from((0, 1, 4, 7))
+        tokens = st.sampled_from((0, 1, 4, 7, 16))
     depth = st.integers(1, 20).map(lambda steps: steps * gemm.k_multiple)
     any_size = st.tuples(tokens, st.integers(max(least, 1), 40), depth)
     if operation == DSV3_OP:  # whose order of arguments the shapes tell

@@ -166,6 +166,30 @@ def skinny_cases() -> Iterator[Case]:
     yield gemm_case("skinny-float32", k3cupy.skinny_gemm, (3, 51, 1096), "aligned", **float32)
 
 
+def skinny_mma_cases() -> Iterator[Case]:
+    """The same with tensor cores; besides, K of whole steps of 32, one round, and clusters."""
+    settings = (
+        (1, 64, 8, 1, 1, BF16, "packed", False, 1096),
+        (4, 96, 14, 2, 1, FP16, "element-wise", True, 1096),
+        (8, 128, 16, 3, 2, BF16, "aligned", True, 1088),
+        (9, 64, 20, 2, 4, FP16, "packed", False, 1096),
+        (12, 96, 14, 2, 1, BF16, "aligned", True, 1096),
+        (13, 512, 12, 3, 1, BF16, "element-wise", False, 1088),
+        (16, 160, 27, 1, 8, FP16, "aligned", True, 1096),
+    )
+    for tokens, block, outputs, unroll, split, dtype, layout, residual, k in settings:
+        yield gemm_case(
+            f"skinny-mma-{tokens}x{block}x{outputs}-{str(dtype)[6:]}",
+            k3cupy.skinny_gemm,
+            (tokens, 51, k),
+            layout,
+            residual=residual,
+            dtype=dtype,
+            config=k3cupy.SkinnyGemmConfig(tokens, block, outputs, unroll, 8, "mma", split),
+            weight_is_static=residual,
+        )
+
+
 # MLA epilogues
 
 _PREFILL_CONFIGS = (MlaPrefillConfig(8, 1), MANY_ROWS, MlaPrefillConfig(16, 3))
@@ -244,6 +268,7 @@ def chain_case(name: str) -> Case:
 CASES = (
     *fused_a_cases(),
     *skinny_cases(),
+    *skinny_mma_cases(),
     *mla_cases(),
     chain_case("empty_kernel"),
     *(

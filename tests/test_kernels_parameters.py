@@ -21,6 +21,7 @@ KERNELS = {
     "fused_a_gemm": (fused_a_gemm.SOURCE, fused_a_gemm.PARAMETERS),
     "fused_a_gemm_mapped_x": (fused_a_gemm.SOURCE, fused_a_gemm.MAPPED_PARAMETERS),
     "skinny_gemm": (skinny_gemm.SOURCE, skinny_gemm.PARAMETERS),
+    "skinny_gemm_mma": (skinny_gemm.SOURCE, skinny_gemm.MMA_PARAMETERS),
 }
 TYPES = {"unsigned int": "u32", "long long": "i64", "float": "f32"}
 

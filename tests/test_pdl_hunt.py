@@ -41,6 +41,7 @@ WARPS = k3cupy.FusedAGemmConfig(16, 32, 128, 4, 2, 4, 1, 1, 2)
 WARPGROUP = k3cupy.FusedAGemmConfig(64, 64, 128, 7, 7, 1, 4, 1, 2, "warpgroup")
 TOKENS_WIDE = k3cupy.FusedAGemmConfig(64, 72, 128, 6, 6, 1, 4, 2, 2, "warpgroup_tokens")
 SKINNY = k3cupy.SkinnyGemmConfig(1, 224, 2, 4, 8)
+MMA = k3cupy.SkinnyGemmConfig(4, 128, 16, 2, 8, "mma")
 N, K = 272, 1024
 ENDS_SOON = 512
 """Columns that fill no more than the ring of `WARPS`: who copies the weight is through at once."""
@@ -124,12 +125,17 @@ FUSED_A: dict[str, Make] = {
     )
 }
 SKINNY_GEMM: dict[str, Make] = {
-    name: partial(product, "skinny_gemm", replace(SKINNY, num_rows=tokens), tokens, **settings)
-    for name, tokens, settings in (
-        ("one", 1, {}),
-        ("two of fp16", 2, {"residual": True, "dtype": FP16}),
-        ("in place", 2, {"in_place": True}),
-        ("element-wise", 1, {"off": 3}),
+    name: partial(product, "skinny_gemm", replace(config, num_rows=tokens), tokens, **settings)
+    for name, config, tokens, settings in (
+        ("one", SKINNY, 1, {}),
+        ("two of fp16", SKINNY, 2, {"residual": True, "dtype": FP16}),
+        ("in place", SKINNY, 2, {"in_place": True}),
+        ("element-wise", SKINNY, 1, {"off": 3}),
+        ("tensor cores", MMA, 4, {}),
+        ("tensor cores in place", MMA, 9, {"in_place": True}),
+        ("tensor cores, one round", replace(MMA, k_unroll=8), 16, {"residual": True}),
+        ("tensor cores, split", replace(MMA, split_k=4), 4, {"in_place": True, "dtype": FP16}),
+        ("tensor cores, element-wise", MMA, 3, {"off": 3}),
     )
 }
 GEMM_CALLS = {f"fused_a {name}": make for name, make in FUSED_A.items()} | {
@@ -270,6 +276,12 @@ NO_WAIT = [
         "wait_for_predecessor(x, weight_row[0]);",
         SKINNY_GEMM["one"],
     ),
+    without(
+        "skinny_gemm_mma",
+        "skinny_gemm.cu",
+        "wait_for_predecessor(x_at[0], weight_at[0]);",
+        SKINNY_GEMM["tensor cores"],
+    ),
     without("decode's cache blocks", "mla_decode.cu", SKIPPING_INSERT, DECODE["flat"]),
     without(
         "decode's query blocks",
@@ -339,13 +351,14 @@ KV_CONCAT = (
     "const TaskGrid grid = {num_tasks, num_heads, groups, groups_magic, groups_shift};\n  if"
 )
 KV_QUANT = "const auto plain ="
-FIRST_LOADS = "if constexpr (kWeightIsStatic) for_first_round"
+FIRST_LOADS = "if constexpr (kWeightIsStatic) for_first_round(load_weights);\n  "
 EARLY = [
     *(
         early(f"fused_a_gemm, {name}", "fused_a_gemm.cu", COMPUTE_TILE, FUSED_A[name])
         for name in ("warps", "split", "warpgroup", "mapped")
     ),
-    early("skinny_gemm", "skinny_gemm.cu", FIRST_LOADS, SKINNY_GEMM["one"]),
+    early("skinny_gemm", "skinny_gemm.cu", FIRST_LOADS + "wait", SKINNY_GEMM["one"]),
+    early("skinny_gemm_mma", "skinny_gemm.cu", FIRST_LOADS + "if", SKINNY_GEMM["tensor cores"]),
     early("mla_decode_epilogue", "mla_decode.cu", EVERY_BLOCK, DECODE["flat"]),
     early("mla_key_concat", PREFILL_FILE, KEY_CONCAT, PREFILL["insert"]),
     early("mla_qkv_quant", PREFILL_FILE, QKV_QUANT, PREFILL["fp8"]),
@@ -422,6 +435,7 @@ CODE = {
         fused_a_gemm.Variant(),
     ),
     "skinny_gemm": ("skinny_gemm.cu", SKINNY, skinny_gemm.Variant()),
+    "skinny_gemm_mma": ("skinny_gemm.cu", MMA, skinny_gemm.Variant()),
     "mla_decode_epilogue": ("mla_decode.cu", MAPPINGS[2], mla_decode.Variant("bfloat16")),
     **{
         name: (PREFILL_FILE, mla_prefill.FEW_ROWS, mla_prefill.Variant(operation))
@@ -438,6 +452,7 @@ SEEN_IN_CODE = [
     or (kernel, fault.name)
     in (
         ("skinny_gemm", "no wait in skinny_gemm"),
+        ("skinny_gemm_mma", "no wait in skinny_gemm_mma"),
         ("mla_decode_epilogue", "no wait in decode's query blocks"),
         ("mla_key_concat", "no wait in copy_rope"),
         ("mla_qkv_quant", "no wait in quant_k_pe"),

@@ -87,6 +87,8 @@ def test_every_form_of_a_kernel_runs(launches: dict[str, Launch]) -> None:
     }
     mapped = {("fused_a_gemm_mapped_x", k, False, r) for k in kinds for r in flags}
     assert pointed | mapped <= products
+    assert found["skinny_gemm_mma"][1] == {"8", "16"}
+    assert {"1"} < found["skinny_gemm_mma"][5], "alone and in clusters"
 
 
 CACHES = ("kSame", "kFp8", "kDsMla")
@@ -102,7 +104,7 @@ def test_each_tool_has_a_fault_in_each_kernel_that_it_can_watch() -> None:
     assert planted <= every
 
 
-KINDS = ("skinny", "fused-A", "decode", "prefill")
+KINDS = ("skinny", "skinny on tensor cores", "fused-A", "decode", "prefill")
 
 
 @pytest.mark.parametrize("fault", sanitize.FAULTS, ids=lambda f: f"{f.tool}-{f.what}")

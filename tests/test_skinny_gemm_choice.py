@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +15,15 @@ from hypothesis import strategies as st
 
 import k3cupy
 from k3cupy import projections
-from k3cupy.choose.skinny_gemm import candidates, estimate_us
+from k3cupy.choose.skinny_gemm import candidates, estimate_mma_us, estimate_us
+from k3cupy.choose.table import config_of, key_of
 from k3cupy.kernels.skinny_gemm import SkinnyGemmConfig, Variant
 from k3cupy.runtime.devices import DeviceInfo
 
 SHAPES = [(p.n, p.k) for p in projections.shapes()]
 ODD = [(1, 8), (3, 16), (7, 80), (1, 20_000), (100_000, 8), (257, 104), (5, 1 << 20)]
 FUSED_QKV_A = (2112, 7168)
+MMA = SkinnyGemmConfig(4, 448, 16, 4, 8, "mma")
 GPUS = [
     H200,
     DeviceInfo(0, "small", (8, 6), 16, 101_376),
@@ -27,7 +31,7 @@ GPUS = [
 ]
 
 
-@given(st.sampled_from(SHAPES + ODD), st.integers(1, 8), st.sampled_from(GPUS))
+@given(st.sampled_from(SHAPES + ODD), st.integers(1, 16), st.sampled_from(GPUS))
 @settings(max_examples=300)
 def test_every_choice_is_valid_and_for_these_rows(
     shape: tuple[int, int], tokens: int, gpu: DeviceInfo
@@ -37,23 +41,27 @@ def test_every_choice_is_valid_and_for_these_rows(
     assert choice.config.num_rows == tokens
     assert choice.reason
     found = candidates(*shape, tokens, gpu)
-    assert 1 <= len(found) <= 16
     assert len(set(found)) == len(found)
     assert all(c.is_valid(gpu) and c.num_rows == tokens for c in found)
-    times = [estimate_us(c, *shape, gpu) for c in found]
-    assert times == sorted(times)
-    assert times[0] > 0
+    forms = [[c for c in found if c.is_mma is is_mma] for is_mma in (True, False)]
+    assert list(found) == [*itertools.chain(*(forms if tokens > 1 else reversed(forms)))]
+    for of_form, model in zip(forms, (estimate_mma_us, estimate_us), strict=True):
+        assert (1 if model is estimate_mma_us or tokens <= 8 else 0) <= len(of_form) <= 16
+        times = [model(c, *shape, gpu) for c in of_form]
+        assert times == sorted(times)
+        assert all(time > 0 for time in times)
 
 
 def test_candidates_differ_and_hold_public_settings() -> None:
     """Not sixteen of one kind: a measurement finds what the model does not know."""
     for n, k in SHAPES:
         for tokens in range(1, 9):
-            found = candidates(n, k, tokens, H200)
+            found = [c for c in candidates(n, k, tokens, H200) if not c.is_mma]
+            most = {1: 16, 2: 16, 3: 12, 4: 12}.get(tokens, 4)
             if k < 768:
-                assert 8 <= len(found) <= 16
+                assert most // 2 <= len(found) <= most
                 continue
-            assert len(found) == 16
+            assert len(found) == most
             assert len({c.block_size for c in found}) >= 3, f"{n} x {k}, M = {tokens}"
             assert len({c.outputs_per_block for c in found}) >= 3, f"{n} x {k}, M = {tokens}"
     settings = [
@@ -63,10 +71,29 @@ def test_candidates_differ_and_hold_public_settings() -> None:
     assert {(224, 4, 2), (128, 4, 2)} <= set(settings), "public ones that the model puts behind"
 
 
+def test_candidates_with_tensor_cores_differ() -> None:
+    """They are those of a tile, whatever its number of tokens; clusters only where there are any."""
+    for n, k in SHAPES:
+        few, many = ([c for c in candidates(n, k, m, H200) if c.is_mma] for m in (2, 16))
+        assert len(few) == len(many) == 16
+        assert [replace(c, num_rows=8) for c in few] == [
+            c for c in candidates(n, k, 8, H200) if c.is_mma
+        ]
+        if k >= 768:
+            assert len({c.block_size for c in few}) >= 4, f"{n} x {k}"
+            assert len({c.outputs_per_block for c in few}) >= 4, f"{n} x {k}"
+    assert any(c.split_k > 1 for c in candidates(*FUSED_QKV_A, 4, H200))
+    assert all(c.split_k == 1 for c in candidates(*FUSED_QKV_A, 4, GPUS[1]))
+
+
 def test_little_work_gets_few_threads() -> None:
     """K = 128 has 16 vectors of 8 values: a second warp would have nothing to do."""
     for tokens in range(1, 9):
-        assert SKINNY.chosen((1536, 128), tokens).config.block_size == 32
+        dots = [c for c in candidates(1536, 128, tokens, H200) if not c.is_mma]
+        assert dots[0].block_size == 32
+    for tokens in range(1, 17):
+        tiles = [c for c in candidates(1536, 128, tokens, H200) if c.is_mma]
+        assert max(c.block_size * c.split_k for c in tiles) <= 256, "K = 128 has four steps"
 
 
 def test_a_configuration_in_words() -> None:
@@ -75,6 +102,9 @@ def test_a_configuration_in_words() -> None:
     other = SkinnyGemmConfig(8, 32, 1, 1, 4)
     assert str(other) == "8 rows, 32 threads, 1 output a block, 1 x 64 bits in flight"
     assert k3cupy.SkinnyGemmConfig is SkinnyGemmConfig
+    assert str(MMA) == (
+        "4 rows, 448 threads, 16 outputs a block, 4 x 128 bits in flight, tensor cores, split 1"
+    )
 
 
 def test_the_name_of_an_instance() -> None:
@@ -94,6 +124,10 @@ def test_orders_that_give_equal_bits() -> None:
         assert replace(config, **change).order == config.order
     for change in ({"block_size": 128}, {"vector_width": 4}):
         assert replace(config, **change).order != config.order
+    for change in ({"num_rows": 16}, {"outputs_per_block": 9}, {"k_unroll": 1}):
+        assert replace(MMA, **change).order == MMA.order
+    for change in ({"block_size": 224}, {"split_k": 2}, {"product": "fma"}):
+        assert replace(MMA, **change).order != MMA.order
 
 
 @pytest.mark.parametrize(
@@ -101,6 +135,15 @@ def test_orders_that_give_equal_bits() -> None:
     [
         {"num_rows": 0},
         {"num_rows": 9},
+        {"num_rows": 17},
+        {"split_k": 2},
+        {"split_k": 0},
+        {"product": "wgmma"},
+        {"product": "mma", "vector_width": 4},
+        {"product": "mma", "num_rows": 17},
+        {"product": "mma", "split_k": 9},
+        {"product": "mma", "split_k": 0},
+        {"product": "mma", "num_rows": 16, "block_size": 992},
         {"block_size": 0},
         {"block_size": 48},
         {"block_size": 1056},
@@ -114,10 +157,79 @@ def test_orders_that_give_equal_bits() -> None:
     ],
     ids=str,
 )
-def test_what_is_not_valid(change: dict[str, int]) -> None:
+def test_what_is_not_valid(change: dict[str, Any]) -> None:
     config = SkinnyGemmConfig(1, 224, 2, 4, 8)
     assert config.is_valid()
     assert not replace(config, **change).is_valid()
+
+
+def test_clusters_need_a_gpu_that_has_them() -> None:
+    split = replace(MMA, split_k=2)
+    assert split.is_valid() and split.is_valid(H200)
+    assert not split.is_valid(GPUS[1])
+    assert MMA.is_valid(GPUS[1])
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        (SkinnyGemmConfig(1, 224, 2, 4, 8), "1/224/2/4/8"),
+        (MMA, "4/448/16/4/8/mma"),
+        (replace(MMA, num_rows=16, split_k=8), "16/448/16/4/8/mma/8"),
+    ],
+    ids=str,
+)
+def test_how_tables_write_a_configuration(config: SkinnyGemmConfig, key: str) -> None:
+    assert key_of(config) == key
+    assert config_of("skinny", key) == config
+    with pytest.raises(ValueError, match="no configuration|cannot run"):
+        config_of("skinny", f"{key}/9")
+
+
+@pytest.mark.parametrize("split", [1, 2])
+def test_what_is_known_of_k_when_an_instance_is_built(split: int) -> None:
+    """Whether one round covers it, and whether it ends with a step of 32 columns."""
+    config = replace(MMA, block_size=64, k_unroll=3, split_k=split)
+    edge = 32 * config.steps_of_round()
+    assert edge == 32 * 2 * 3 * split
+    for k, one_round, whole in (
+        (edge, "true", "true"),
+        (edge + 32, "false", "true"),
+        (edge + 8, "false", "false"),
+        (edge - 24, "true", "false"),
+        (8, "true", "false"),
+        (0, "false", "false"),
+    ):
+        name = config.name_expression(Variant(k=k))
+        blocks = config.blocks_per_sm
+        assert name == (
+            f"k3cupy::skinny_gemm_mma<__nv_bfloat16, 8, 64, 16, 3, {split}, {blocks}, "
+            f"{one_round}, {whole}, true, false, false>"
+        )
+
+
+def test_one_instance_serves_the_tokens_of_a_tile() -> None:
+    names = {
+        tokens: replace(MMA, num_rows=tokens).name_expression(Variant(k=7168))
+        for tokens in range(1, 17)
+    }
+    assert len({names[tokens] for tokens in range(1, 9)}) == 1
+    assert len({names[tokens] for tokens in range(9, 17)}) == 1
+    assert names[8] != names[9]
+
+
+def test_the_model_knows_what_costs_tensor_cores() -> None:
+    """Few bytes in flight, blocks for few multiprocessors, and clusters cost something."""
+    n, k = FUSED_QKV_A
+    for worse in (
+        replace(MMA, block_size=64, k_unroll=1),
+        replace(MMA, outputs_per_block=48, block_size=256, k_unroll=1),
+        replace(MMA, split_k=8),
+        replace(MMA, outputs_per_block=12),
+    ):
+        assert estimate_mma_us(worse, n, k, H200) > estimate_mma_us(MMA, n, k, H200), worse
+    half = replace(H200, num_sms=66)
+    assert estimate_mma_us(MMA, n, k, half) > 1.5 * estimate_mma_us(MMA, n, k, H200)
 
 
 def test_the_model_knows_what_costs() -> None:

@@ -16,10 +16,10 @@ CONFIG = k3cupy.SkinnyGemmConfig(M, 64, 4, 2, 8)
 
 
 def test_too_many_tokens_says_what_to_do(device: str) -> None:
-    x = torch.zeros(9, K, dtype=BF16, device=device)
+    x = torch.zeros(17, K, dtype=BF16, device=device)
     weight = normal((N, K), 1).to(device)
-    text = refused({"x": x, "weight": weight}, "x", "9", operation=op)
-    assert "at most 8 rows" in text
+    text = refused({"x": x, "weight": weight}, "x", "17", operation=op)
+    assert "at most 16 rows" in text
     assert "fused_a_gemm" in text
     assert_product(k3cupy.fused_a_gemm(x, weight), x, weight)
 

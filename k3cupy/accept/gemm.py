@@ -266,20 +266,28 @@ def check_fused_a_config(
     if config.needs_warpgroups and not gpu.has_warpgroups:
         expected = f"product 'warp' on {arch}, for products of a warpgroup exist on sm_90 alone"
         reject("config", expected, shown(config.product))
-    if config.split_k > 1 and not gpu.has_clusters:
-        expected = f"split_k of 1 on {arch}, for clusters exist from sm_90 on"
-        reject("config", expected, str(config.split_k))
+    _check_clusters(config.split_k, gpu)
     if config.mapped_x and not gpu.has_tensor_maps:
         expected = f"mapped_x of False on {arch}, for tensor maps are used from sm_90 to sm_103"
         reject("config", expected, str(config.mapped_x))
     return config
 
 
-def check_skinny_config(given: Any, num_tokens: int | None = None) -> SkinnyGemmConfig | None:
-    """Accept None, or a configuration that can compute a call, where M is known and not 0."""
+def check_skinny_config(
+    given: Any, num_tokens: int | None = None, gpu: DeviceInfo | None = None
+) -> SkinnyGemmConfig | None:
+    """Accept None, or a configuration that can compute a call, as far as M and GPU are known."""
     config = checks.check_config(given, SkinnyGemmConfig)
     if config is not None and num_tokens and num_tokens != config.num_rows:
         expected = f"num_rows of exactly the {num_tokens} rows of x"
         hint = "Make one for each number of rows, for example with dataclasses.replace"
         reject("config", expected, str(config.num_rows), hint)
+    if config is not None and gpu is not None:
+        _check_clusters(config.split_k, gpu)
     return config
+
+
+def _check_clusters(split_k: int, gpu: DeviceInfo) -> None:
+    if split_k > 1 and not gpu.has_clusters:
+        expected = f"split_k of 1 on {gpu.arch}, for clusters exist from sm_90 on"
+        reject("config", expected, str(split_k))

@@ -190,7 +190,7 @@ def fits(kernel: str, config: Any, num_tokens: int, gpu: DeviceInfo) -> Any:
     if kernel == FUSED_A:
         return config if config.fits(num_tokens, gpu) else None
     fitted = replace(config, num_rows=num_tokens)
-    return fitted if fitted.is_valid() else None
+    return fitted if fitted.is_valid(gpu) else None
 
 
 def _known(
@@ -273,14 +273,15 @@ def _by_rule(kernels: Sequence[str], of: _Product) -> Choice:
     if LINEAR not in kernels:
         return Choice(kernels[0], *_modelled(kernels[0], of))
     if of.gpu.compute_capability >= (9, 0):
-        most = MAX_TOKENS if of.n < _ROWS_AN_SM * of.gpu.num_sms else 32
+        few, most = 16, MAX_TOKENS if of.n < _ROWS_AN_SM * of.gpu.num_sms else 32
         rule = (
-            "the rule for sm_90 and newer takes skinny up to 2 tokens, fused_a up to 32, or 64 for "
+            "the rule for sm_90 and newer takes skinny up to 16 tokens, fused_a up to 32, or 64 "
+            f"for weights of less than {_ROWS_AN_SM} rows a multiprocessor"
         )
-        rule += f"weights of less than {_ROWS_AN_SM} rows a multiprocessor"
     else:
-        most, rule = 8, "the rule for sm_80 to sm_89 takes skinny up to 2 tokens, fused_a up to 8"
-    kernel = SKINNY if of.num_tokens <= 2 else FUSED_A if of.num_tokens <= most else LINEAR
+        few, most = 2, 8
+        rule = "the rule for sm_80 to sm_89 takes skinny up to 2 tokens, fused_a up to 8"
+    kernel = SKINNY if of.num_tokens <= few else FUSED_A if of.num_tokens <= most else LINEAR
     reason = f"not measured here, {of.unknown}: {rule}. `python -m k3cupy tune` measures it"
     return _linear(reason) if kernel == LINEAR else _ours(kernel, of, reason)
 

@@ -1,8 +1,8 @@
-"""The kernel of the skinny GEMM, ``cuda_src/skinny_gemm.cu``."""
+"""The kernels of the skinny GEMM, ``cuda_src/skinny_gemm.cu``."""
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from k3cupy.call.launch import Launch, Parameters
@@ -18,9 +18,20 @@ PARAMETERS = Parameters(
     "pointer weight; u32 n, k; pointer x; i64 x_row_stride; pointer residual;"
     "i64 residual_row_stride; pointer out; i64 out_row_stride"
 )
+MMA_PARAMETERS = Parameters(
+    "pointer weight; u32 n, k; pointer x; u32 num_tokens; i64 x_row_stride; pointer residual;"
+    "i64 residual_row_stride; pointer out; i64 out_row_stride"
+)
+"""Of the kernel with tensor cores, which is built for a tile of tokens, not for their number."""
 
-MAX_TOKENS = 8
+FMA, MMA = "fma", "mma"
+"""Products: dot products, value by value; of the tensor cores."""
+
+MAX_TOKENS = 16
 """The most rows of x that one launch takes."""
+
+MAX_FMA_TOKENS = 8
+"""The same for dot products."""
 
 K_MULTIPLE = 8
 """K is a multiple of this, so that every row of the weight begins at a multiple of 16 bytes."""
@@ -37,7 +48,13 @@ _REGISTERS_OF_LANE = 512
 
 _MAX_REGISTERS = 248
 _REGISTER_STEP = 8
-_REGISTERS_BESIDE_VALUES = 14
+_REGISTERS_BESIDE_VALUES = {FMA: 14, MMA: 26}
+_STEP, _MMA_ROWS, _MMA_TOKENS = 32, 8, 8
+"""Of the form with tensor cores: columns of a step, rows of a product, half of its tokens."""
+
+_MAX_CLUSTER = 8
+_SHARED_BYTES = 48 * 1024
+"""What a block may have without asking."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +68,7 @@ class Variant:
         has_residual: a residual is added.
         weight_is_static: the promise that the weight is older than the preceding kernel.
         float32_out: the sums are stored as they are.
+        k: columns of the weight, for which the form with tensor cores is built; 0 for any number.
     """
 
     dtype: str = "bfloat16"
@@ -58,6 +76,7 @@ class Variant:
     has_residual: bool = False
     weight_is_static: bool = False
     float32_out: bool = False
+    k: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,11 +84,15 @@ class SkinnyGemmConfig(Tuned):
     """How the product is cut into blocks, threads and loads.
 
     Attributes:
-        num_rows: tokens, exactly those of the call: 1 to 8.
+        num_rows: tokens, exactly those of the call: 1 to 8 for dot products, 1 to 16 with tensor
+            cores.
         block_size: threads a block, which walk along K side by side; a multiple of 32.
         outputs_per_block: rows of the weight (columns of the output) a block.
         k_unroll: vectors of each row that a thread has in flight.
         vector_width: elements of a vector, 4 (64-bit loads) or 8 (128-bit loads).
+        product: ``"fma"``, dot products, or ``"mma"``, tensor cores, with vectors of 8.
+        split_k: blocks of a cluster that share the columns, with tensor cores; above 1 from sm_90
+            on.
     """
 
     num_rows: int
@@ -77,11 +100,23 @@ class SkinnyGemmConfig(Tuned):
     outputs_per_block: int
     k_unroll: int
     vector_width: int
+    product: str = FMA
+    split_k: int = 1
 
     @property
-    def order(self) -> tuple[int, int]:
+    def order(self) -> tuple[str, int, int]:
         """What decides the order of a sum: equal orders give equal bits, whatever else differs."""
-        return self.block_size, self.vector_width
+        return self.product, self.block_size, self.split_k * self.vector_width
+
+    @property
+    def is_mma(self) -> bool:
+        """Whether tensor cores multiply."""
+        return self.product == MMA
+
+    @property
+    def tile_m(self) -> int:
+        """Tokens that the form with tensor cores is built for: 8 or 16."""
+        return _MMA_TOKENS if self.num_rows <= _MMA_TOKENS else 2 * _MMA_TOKENS
 
     @property
     def registers(self) -> int:
@@ -89,11 +124,14 @@ class SkinnyGemmConfig(Tuned):
 
         Rounded up to the steps in which a GPU gives them out.
         """
-        words = self.vector_width // 2
-        values = self.k_unroll * words * (self.outputs_per_block + self.num_rows)
-        sums = self.num_rows * self.outputs_per_block
-        addresses = 3 * self.outputs_per_block + 2 * self.num_rows
-        needed = values + sums + addresses + _REGISTERS_BESIDE_VALUES
+        rows, tokens = self.outputs_per_block, self.num_rows
+        if self.is_mma:
+            rows, tokens = -(-rows // _MMA_ROWS), self.tile_m // _MMA_TOKENS
+            sums, addresses = 4 * rows, 2 * (rows + tokens)
+        else:
+            sums, addresses = tokens * rows, 3 * rows + 2 * tokens
+        values = self.k_unroll * self.vector_width // 2 * (rows + tokens)
+        needed = values + sums + addresses + _REGISTERS_BESIDE_VALUES[self.product]
         return -(-needed // _REGISTER_STEP) * _REGISTER_STEP
 
     @property
@@ -103,36 +141,67 @@ class SkinnyGemmConfig(Tuned):
         by_registers = warps * _WARP // self.block_size
         return min(by_registers, _THREADS_PER_SM // self.block_size, _BLOCKS_PER_SM)
 
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory a block of the form with tensor cores, as the source declares it."""
+        groups = -(-self.outputs_per_block // _MMA_ROWS)
+        sums = self.block_size // _WARP * self.tile_m * _MMA_ROWS * (groups | 1)
+        quads = self.split_k * -(-self.tile_m * groups * 2 // self.split_k)
+        return 4 * sums + (16 * quads + 8 if self.split_k > 1 else 0)
+
+    def steps_of_round(self) -> int:
+        """Return how many steps of 32 columns all warps of a cluster have in flight together."""
+        return self.block_size // _WARP * self.split_k * self.k_unroll
+
     def is_valid(self, device: DeviceInfo | None = None) -> bool:
         """Return whether the kernel can be compiled with these numbers, without spilling.
 
         Args:
-            device: the GPU; every configuration runs on every GPU.
+            device: the GPU; without it only what holds on every GPU is looked at.
         """
         return (
             self.is_typed
-            and 1 <= self.num_rows <= MAX_TOKENS
+            and self.product in _REGISTERS_BESIDE_VALUES
+            and 1 <= self.num_rows <= (MAX_TOKENS if self.is_mma else MAX_FMA_TOKENS)
             and self.block_size % _WARP == 0
             and 0 < self.block_size <= _MAX_THREADS
             and self.outputs_per_block >= 1
-            and self.num_rows * self.outputs_per_block <= self.block_size
             and self.k_unroll >= 1
             and self.vector_width in VECTOR_WIDTHS
             and self.registers <= _MAX_REGISTERS
             and self.blocks_per_sm >= 1
+            and (self._is_for_mma(device) if self.is_mma else self._is_for_fma())
+        )
+
+    def _is_for_fma(self) -> bool:
+        return self.split_k == 1 and self.num_rows * self.outputs_per_block <= self.block_size
+
+    def _is_for_mma(self, device: DeviceInfo | None) -> bool:
+        return (
+            self.vector_width == 8
+            and 1 <= self.split_k <= _MAX_CLUSTER
+            and self.shared_bytes <= _SHARED_BYTES
+            and (self.split_k == 1 or device is None or device.has_clusters)
         )
 
     def blocks(self, n: int) -> int:
         """Return how many blocks compute N output columns."""
-        return -(-n // self.outputs_per_block)
+        return -(-n // self.outputs_per_block) * self.split_k
 
     def name_expression(self, variant: Variant) -> str:
         """Return the C++ name of the instance."""
         flags = variant.aligned_x, variant.has_residual, variant.weight_is_static
         resident = self.blocks_per_sm if variant.aligned_x else 1
-        dtype = CTYPES[variant.dtype]
-        out = FLOAT * variant.float32_out
-        return instantiation("skinny_gemm", dtype, *astuple(self), resident, *flags, *out)
+        dtype, k = CTYPES[variant.dtype], variant.k
+        of_call = *flags, *(FLOAT * variant.float32_out)
+        sizes = self.block_size, self.outputs_per_block, self.k_unroll
+        if self.is_mma:
+            one_round = 0 < k <= _STEP * self.steps_of_round()
+            whole = k > 0 and k % _STEP == 0
+            tile = self.tile_m, *sizes, self.split_k, resident
+            return instantiation("skinny_gemm_mma", dtype, *tile, one_round, whole, *of_call)
+        rows = self.num_rows, *sizes, self.vector_width, resident
+        return instantiation("skinny_gemm", dtype, *rows, *of_call)
 
     def instance(self, variant: Variant) -> Instance:
         """Return what ``runtime.instances`` compiles."""
@@ -146,6 +215,7 @@ class SkinnyGemmConfig(Tuned):
             f"{self.num_rows} row{plural_rows}, {self.block_size} threads, "
             f"{self.outputs_per_block} output{plural_outputs} a block, "
             f"{self.k_unroll} x {16 * self.vector_width} bits in flight"
+            f"{f', tensor cores, split {self.split_k}' if self.is_mma else ''}"
         )
 
 
@@ -157,7 +227,7 @@ def variant_of(problem: Any) -> Variant:
     has_residual = problem.residual is not None
     aligned = problem.slow_reason is None
     static, float32 = problem.weight_is_static, problem.float32_out
-    return Variant(problem.x.dtype, aligned, has_residual, static, float32)
+    return Variant(problem.x.dtype, aligned, has_residual, static, float32, problem.k)
 
 
 def launches(problem: Any, config: SkinnyGemmConfig, _gpu: DeviceInfo) -> list[Launch]:
@@ -170,18 +240,22 @@ def launches(problem: Any, config: SkinnyGemmConfig, _gpu: DeviceInfo) -> list[L
     }
     if residual is not None:
         addresses["residual"] = "residual", 0
+    values = {
+        "n": problem.n,
+        "k": problem.k,
+        "x_row_stride": row_stride(x),
+        "residual_row_stride": row_stride(residual) if residual is not None else 0,
+        "out_row_stride": row_stride(out) if out is not None else problem.n,
+    }
+    if config.is_mma:
+        values["num_tokens"] = problem.num_tokens
     launch = Launch(
         instance=config.instance(variant_of(problem)),
-        parameters=PARAMETERS,
-        values={
-            "n": problem.n,
-            "k": problem.k,
-            "x_row_stride": row_stride(x),
-            "residual_row_stride": row_stride(residual) if residual is not None else 0,
-            "out_row_stride": row_stride(out) if out is not None else problem.n,
-        },
+        parameters=MMA_PARAMETERS if config.is_mma else PARAMETERS,
+        values=values,
         addresses=addresses,
-        grid=config.blocks(problem.n),
+        grid=config.blocks(problem.n) // config.split_k,
         block=config.block_size,
+        cluster=config.split_k,
     )
     return [launch]

@@ -1,4 +1,4 @@
-"""The skinny GEMM: the product of one to eight tokens with a weight, as dot products.
+"""The skinny GEMM: the product of one to 16 tokens with a weight, straight from registers.
 
 Source: the skinny GEMM of the public dispatch of Kimi-K3 in vLLM, whose template parameters it
 names. M is the number of tokens, K the width of one, N that of the output.
@@ -33,7 +33,7 @@ def skinny_gemm(
     stream: Any = None,
     config: SkinnyGemmConfig | None = None,
 ) -> Any:
-    """Multiply one to eight tokens with a weight, and add a residual where there is one.
+    """Multiply one to 16 tokens with a weight, and add a residual where there is one.
 
     ``out[m, n] = sum over k of x[m, k] * weight[n, k] (+ residual[m, n])``. bfloat16 or float16,
     float32 sums, the residual added in float32, one rounding, with ``out_dtype=float32`` none. The
@@ -42,7 +42,7 @@ def skinny_gemm(
     in NumPy.
 
     Args:
-        x: [M, K] bfloat16 or float16, M from 0 to 8, K a multiple of 8. Inner stride 1, row stride
+        x: [M, K] bfloat16 or float16, M from 0 to 16, K a multiple of 8. Inner stride 1, row stride
             free: x may be a column slice of a wider tensor. Rows that begin at multiples of 16
             bytes are read by the fast path, all others element by element.
         weight: [N, K], same type, contiguous, at a multiple of 16 bytes.
@@ -122,7 +122,7 @@ def _choose(problem: GemmProblem, gpu: DeviceInfo, given: Given) -> Choice:
         *problem.size,
         gpu,
         residual=problem.residual is not None,
-        config=given["config"],
+        config=check_skinny_config(given["config"], gpu=gpu),
         measured_as=problem.measured_as,
     )
 

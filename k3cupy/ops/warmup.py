@@ -267,16 +267,19 @@ def _skinny_gemm(
     counts = tokens_of(asked, skinny_gemm.MAX_TOKENS)
     for count in counts:
         check_skinny_config(config, count)
-    products, kinds = [*itertools.product(pairs, counts)], _named("dtype", dtype, CTYPES)
+    kinds = _named("dtype", dtype, CTYPES)
     float32 = out_dtype is not None and bool(out_dtype_of(out_dtype))
 
     def wanted(gpu: DeviceInfo) -> Iterator[Instance]:
-        for adds in _several(residual):
+        check_skinny_config(config, gpu=gpu)
+        for pair, adds in itertools.product(pairs, _several(residual)):
+            products = itertools.product([pair], counts)
             chosen = [config] if config else _chosen(SKINNY, products, gpu, adds, False)
             for each, kind, wide, static in itertools.product(
                 chosen, kinds, _several(vector), _several(weight_is_static)
             ):
-                yield each.instance(skinny_gemm.Variant(kind, wide, adds, static, float32))
+                variant = skinny_gemm.Variant(kind, wide, adds, static, float32, pair[1])
+                yield each.instance(variant)
 
     return wanted
 
@@ -303,13 +306,12 @@ def _low_latency_linear(
             found = choose(ALL, n, k, count, gpu, residual=adds, batch_invariant=invariant)
             for static in _several(weight_is_static):
                 if found.kernel == SKINNY:
-                    yield found.config.instance(
-                        skinny_gemm.Variant("bfloat16", True, adds, static, float32)
-                    )
+                    variant = skinny_gemm.Variant("bfloat16", True, adds, static, float32, k)
+                    yield found.config.instance(variant)
                 elif found.kernel == FUSED_A:
                     for packed in (True,) if count == 1 else (True, False):
-                        variant = fused_a_gemm.Variant(packed, True, static, adds, float32)
-                        yield from _fused_a_instances(found.config, variant)
+                        of_fused = fused_a_gemm.Variant(packed, True, static, adds, float32)
+                        yield from _fused_a_instances(found.config, of_fused)
 
     return wanted
 
