@@ -186,7 +186,8 @@ DECLINED: dict[str, tuple[dict[str, Any], str, str]] = {
     },
     "no-tokens": ({"x": view(0, K, address=0)}, "x", "^none"),
     "many-tokens": ({"x": view(65, K)}, "x", "^more$"),
-    "k": ({"x": view(4, 7160), "weight": view(N, 7160)}, "x", "^7160$"),
+    "k": ({"x": view(4, 7164), "weight": view(N, 7164)}, "x", "7164"),
+    "k-of-many-tokens": ({"x": view(17, 7160), "weight": view(N, 7160)}, "x", "^7160$"),
     "old-gpu": ({"device": T4}, "device", "sm_75"),
 }
 """What falls back: the argument that is to blame, and what a reason says of it."""
@@ -289,12 +290,13 @@ def test_public_figures_are_marked() -> None:
 
 
 HEURISTICS = [
-    (H100, 2112, 7168, {2: "skinny", 3: "fused_a", 32: "fused_a", 64: "fused_a", 65: "linear"}),
-    (H100, 7168, 8448, {2: "skinny", 16: "fused_a", 32: "fused_a", 33: "linear"}),
+    (H100, 2112, 7168, {2: "skinny", 16: "skinny", 17: "fused_a", 64: "fused_a", 65: "linear"}),
+    (H100, 7168, 8448, {2: "skinny", 17: "fused_a", 32: "fused_a", 33: "linear"}),
     (H100, 4223, 512, {64: "fused_a"}),
     (H100, 4224, 512, {64: "linear"}),
     (H100, 4224, 24, {1: "skinny"}),
-    (H200, 48, 7168, {2: "skinny", 3: "fused_a", 64: "fused_a"}),
+    (H200, 48, 7168, {2: "skinny", 16: "skinny", 64: "fused_a"}),
+    (H200, 48, 7160, {16: "skinny"}),
     (A100, 2112, 7168, {1: "skinny", 2: "skinny", 3: "fused_a", 8: "fused_a", 9: "linear"}),
     (replace(A100, compute_capability=(8, 9)), 2112, 7168, {2: "skinny", 9: "linear"}),
     (B300, 48, 128, {1: "skinny", 64: "fused_a"}),
@@ -376,8 +378,8 @@ def test_each_kernel_has_candidates_where_it_can_run() -> None:
     for kernel in gemm.OURS:
         assert gemm.why_not(kernel, K, 4) is None
         assert gemm.candidates(kernel, N, K, 4, H200)
-    assert gemm.why_not("skinny", K, 9) == "x: expected at most 8 rows, got 9"
-    assert gemm.candidates("skinny", N, K, 9, H200) == ()
+    assert gemm.why_not("skinny", K, 17) == "x: expected at most 16 rows, got 17"
+    assert gemm.candidates("skinny", N, K, 17, H200) == ()
     assert gemm.why_not("fused_a", 24, 4) == "x: expected K a multiple of 16, got 24"
     assert gemm.candidates("fused_a", N, 24, 4, H200) == ()
 

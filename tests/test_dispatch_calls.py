@@ -287,20 +287,19 @@ def test_skinny_is_reached(
     n, k = 2112, 7168
     x, weight = inputs(4, n, k)
     residual = normal((4, n), 3)
-    assert "fused_a" in str(k3cupy.explain_low_latency_gemm(x, weight))
     k3cupy.low_latency_linear(x, weight)
     entry = measured(4, n=n, k=k, skinny_us=1.0)
     with user_cache(tmp_path, monkeypatch, entry):
         k3cupy.low_latency_linear(x, weight, residual, weight_is_static=True)
         config = second(4, "skinny", n, k)
-        variant = skinny_gemm.Variant(has_residual=True, weight_is_static=True)
+        variant = skinny_gemm.Variant(has_residual=True, weight_is_static=True, k=k)
         assert gpu.loaded[1:] == [config.name_expression(variant)]
         ((_, arguments),) = gpu.launches[1:]
         assert residual.data_ptr() in arguments
         k3cupy.low_latency_linear(x, weight)
-        assert "skinny_gemm" in gpu.loaded[2]
+        assert gpu.loaded[2] == config.name_expression(skinny_gemm.Variant(k=k))
     k3cupy.low_latency_linear(x, weight)
-    assert "fused_a_gemm" in gpu.loaded[3]
+    assert gpu.loaded[3] == gpu.loaded[0] != gpu.loaded[2]
 
 
 def test_a_fall_back_is_not_decided_again(gpu: DispatchDevice) -> None:
@@ -495,7 +494,7 @@ def test_rows_without_end_are_counted_together(
     together = [row for row in report if "first 1000 rows" in row.choice.reason]
     assert [(row.choice.kernel, row.calls) for row in together] == [
         ("linear", 1003),
-        ("fused_a", 2),
+        ("skinny", 2),
     ]
     assert [row.calls for row in report if row.n == 8] == [1, 1]
     assert len(report) == len(counters) == len(caplog.records) == 1002

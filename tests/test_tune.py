@@ -199,7 +199,9 @@ def test_a_class_has_every_candidate() -> None:
     want = {Candidate(FUSED_A, c) for c in fused} | {Candidate(SKINNY, c) for c in skinny}
     assert set(candidates(HERE)) == want
     beyond = candidates(GemmTarget(*SHAPE, 16))
-    assert {c.kernel for c in beyond} == {FUSED_A}, "skinny ends at 8 tokens"
+    dots = [c for c in beyond if c.kernel == SKINNY and not c.config.is_mma]
+    assert not dots, "dot products end at 8 tokens"
+    assert {c.kernel for c in candidates(GemmTarget(*SHAPE, 24))} == {FUSED_A}
 
 
 def test_between_classes_only_the_best_of_the_neighbours_are_measured() -> None:
@@ -211,8 +213,12 @@ def test_between_classes_only_the_best_of_the_neighbours_are_measured() -> None:
     twelve = GemmTarget(*SHAPE, 12)
     sixteen = GemmTarget(*SHAPE, 16)
     known[sixteen.key] = entry_of(sixteen)
-    assert list(candidates(twelve, known)) == list(candidates(sixteen))[:4]
-    assert candidates(twelve) == candidates(sixteen), "nothing is known"
+    assert list(candidates(twelve, known))[:4] == list(candidates(sixteen))[:4]
+    tiles = [replace(c.config, num_rows=12) for c in _of_kernel(SKINNY, sixteen)]
+    assert [c.config for c in candidates(twelve, known)[4:]] == tiles[:6]
+    assert [c.config for c in candidates(twelve) if c.kernel == SKINNY] == tiles
+    fused = [c for c in candidates(twelve) if c.kernel == FUSED_A]
+    assert fused == _of_kernel(FUSED_A, sixteen), "nothing is known"
 
 
 def test_with_a_residual_the_two_best_of_each_kernel_are_measured() -> None:
@@ -226,8 +232,8 @@ def test_with_a_residual_the_two_best_of_each_kernel_are_measured() -> None:
 def test_a_depth_that_only_skinny_takes() -> None:
     found = candidates(GemmTarget(96, 24, 2))
     assert {c.kernel for c in found} == {SKINNY}
-    assert candidates(GemmTarget(96, 24, 16)) == ()
-    report = run(FakeMeter(), [(96, 24)], [2, 16], residual=False)
+    assert candidates(GemmTarget(96, 24, 32)) == ()
+    report = run(FakeMeter(), [(96, 24)], [2, 32], residual=False)
     assert [e.kernel for e in report.entries] == ["linear", SKINNY], "classes come first"
 
 

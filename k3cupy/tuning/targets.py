@@ -10,7 +10,7 @@ from k3cupy.choose import gemm
 from k3cupy.choose.fused_a_gemm import tile_m_of
 from k3cupy.choose.gemm import FUSED_A, OURS, SKINNY, TOKEN_CLASSES
 from k3cupy.choose.table import GEMM, KERNELS, MLA_DECODE, MLA_PREFILL
-from k3cupy.kernels import mla_decode, mla_prefill, skinny_gemm
+from k3cupy.kernels import fused_a_gemm, mla_decode, mla_prefill, skinny_gemm
 from k3cupy.ops.warmup import shapes_of
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import reject, shown
@@ -31,8 +31,9 @@ TOKENS = {
 }
 """Numbers of tokens that are measured where nobody names any."""
 
-_BEST_OF_NEIGHBOUR = 4
-"""Between the token classes only as many of the neighbours' best are measured."""
+_BEST_OF_NEIGHBOUR, _BEST_TILES = 4, 6
+"""Between the token classes only as many of the neighbours' best are measured, of fused-A, and of
+skinny with tensor cores."""
 
 
 class _Target:
@@ -86,13 +87,17 @@ class GemmTarget(_Target):
         """Return what is worth measuring; what is known narrows it.
 
         Without a residual that is all that the kernels have, and between the classes of tokens the
-        best of the neighbours.
+        best of the neighbours and all dot products, which know no tile of tokens.
         """
         if self.residual:
             plain = replace(self, residual=False)
             return tuple(c for kernel in OURS for c in _best(known, plain, kernel, 2))
         fused = self._best_of_neighbours(known) or self._every(FUSED_A, gpu)
-        return (*fused, *self._every(SKINNY, gpu))
+        skinny = self._every(SKINNY, gpu)
+        best = self._best_tiles_of_class(known)
+        if best:
+            skinny = [*best, *(c for c in skinny if not c.config.is_mma)]
+        return (*fused, *skinny)
 
     def _every(self, kernel: str, gpu: DeviceInfo) -> list[Candidate]:
         found = gemm.candidates(kernel, self.n, self.k, self.tokens, gpu)
@@ -109,15 +114,28 @@ class GemmTarget(_Target):
             best += _best(known, replace(self, tokens=below), FUSED_A, _BEST_OF_NEIGHBOUR)
         return list(dict.fromkeys(best))
 
+    def _best_tiles_of_class(self, known: Known) -> list[Candidate]:
+        """Return the best of skinny with tensor cores at the class of a number that is no class."""
+        above = gemm.class_of(self.tokens)
+        if self.tokens == above:
+            return []
+        ranked = _best(known, replace(self, tokens=above), SKINNY)
+        tiles = [replace(c.config, num_rows=self.tokens) for c in ranked if c.config.is_mma]
+        return [Candidate(SKINNY, config) for config in tiles[:_BEST_TILES]]
+
     def instance(self, candidate: Candidate) -> Instance:
         """Return what has to be compiled to run a candidate as a linear layer does, x packed."""
-        make = KERNELS[candidate.kernel].Variant
-        variant = make(has_residual=self.residual, weight_is_static=True)
-        found: Instance = candidate.config.instance(variant)
+        variants = {
+            FUSED_A: fused_a_gemm.Variant(True, True, True, self.residual),
+            SKINNY: skinny_gemm.Variant("bfloat16", True, self.residual, True, k=self.k),
+        }
+        found: Instance = candidate.config.instance(variants[candidate.kernel])
         return found
 
 
-def _best(known: Known, target: GemmTarget, kernel: str, count: int) -> list[Candidate]:
+def _best(
+    known: Known, target: GemmTarget, kernel: str, count: int | None = None
+) -> list[Candidate]:
     """Return the fastest of a kernel, or nothing where they were not measured."""
     entry = known.get(target.key)
     times = entry.times.get(kernel, {}) if entry else {}
