@@ -65,6 +65,12 @@ def test_the_kernels_of_the_benchmark_compile() -> None:
         for split in (1, 3)
     ]
     assert len(compile_cubin("bench/public_structure.cu", names, "sm_90").symbols) == 8
+    names = [
+        f"k3cupy::sglang_structure<__nv_bfloat16, {codes}, {warps}>"
+        for codes in ("false", "true")
+        for warps in (4, 8)
+    ]
+    assert len(compile_cubin("bench/sglang_structure.cu", names, "sm_90").symbols) == 4
     names = ["k3cupy::empty_kernel", "k3cupy::read_all"]
     assert len(compile_cubin("tuning/chain.cu", names, "sm_90").symbols) == 2
     assert compile_cubin("bench/row_copy.cu", ["k3cupy::copy_rows"], "sm_90").symbols
@@ -79,6 +85,7 @@ def test_every_candidate_of_the_benchmark_compiles() -> None:
         MlaDecodeConfig(0, 36, 2),
         MlaDecodeConfig(1, 32, 3),
         MlaDecodeConfig(1, 1024, 3),
+        MlaDecodeConfig(1, 32, 6),
         MlaDecodeConfig(3, 32, 1),
         MlaDecodeConfig(3, 1024, 1),
     ]
