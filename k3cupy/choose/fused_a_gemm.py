@@ -70,8 +70,7 @@ _EVEN_WARPS_K, _EVEN_TILE_K = (1, 2), 128
 8 rows: just enough for an even wave, and the next."""
 
 _SPLITS = (1, 2, 4)
-_MAX_STAGES = 12
-_SPREAD_FROM = 16
+_MAX_STAGES, _FEW_TOKENS = 12, 16
 _ORDER_OF_ALL = (4, 1, WARP)
 """A summation order that every tile_m has candidates for, so that batch invariance is possible."""
 
@@ -150,15 +149,12 @@ def candidates(n: int, k: int, num_tokens: int, device: DeviceInfo) -> tuple[Fus
 def _spread(config: FusedAGemmConfig, n: int, device: DeviceInfo) -> tuple[FusedAGemmConfig, ...]:
     """Return a configuration with fewer rows a block, so that no multiprocessor is left out.
 
-    Empty where that is no other one, where a smaller tile has room for these rows, and where the
-    bytes of one multiprocessor are not what counts: with few tokens, with some more where it would
-    be an eighth of them or less.
+    Empty where that is no other one, where a smaller tile has room for these rows, and with few
+    tokens where it would be less than an eighth of them.
     """
-    if config.tile_m < _SPREAD_FROM:
-        return ()
     waves = -(-config.blocks(n) // device.num_sms)
     rows = _even_rows(n, config.split_k, waves, device)
-    most = config.tile_n if config.tile_m > _SPREAD_FROM else config.tile_n * 7 // 8 + 1
+    most = config.tile_n if config.tile_m > _FEW_TOKENS else config.tile_n * 7 // 8 + 1
     is_other = config.tile_n - config.product_rows < rows < most
     return (replace(config, block_rows=rows),) if is_other else ()
 
