@@ -35,6 +35,8 @@ NEIGHBOURS = GEMM, NONE
 
 _THREADS = 256
 _PUBLIC_SPLITS = (1, 3)
+_SGLANG_KINDS = ("16bit+same", "fp8+fp8")
+_SGLANG_FEW_ROWS = 768
 
 
 @dataclass
@@ -54,6 +56,8 @@ class Entry:
         torch_us: the unfused PyTorch operations in its place.
         public_us: a kernel in the public structure (``bench/public_structure.cu``) with one and
             with three warps a row; empty for a ds_mla cache, which it does not have.
+        sglang_us: a kernel in the structure of SGLang's (``bench/sglang_structure.cu``), which has
+            no scale; None for the formats that it does not have.
         dispatched: the configuration that a call would choose.
         candidates: time of every configuration.
     """
@@ -68,6 +72,7 @@ class Entry:
     empty_us: float
     torch_us: float
     public_us: dict[str, float]
+    sglang_us: float | None
     dispatched: dict[str, int]
     candidates: list[dict[str, Any]] = field(default_factory=list)
 
@@ -118,6 +123,27 @@ def public_structure(step: DecodeStep, split: int, *, pdl: bool) -> Callable[[],
     return lambda: queue(torch.cuda.current_stream().cuda_stream, arguments)
 
 
+def sglang_structure(step: DecodeStep, *, pdl: bool) -> Callable[[], None]:
+    """Return the launch of the comparison kernel in the structure of SGLang's, scales aside."""
+    device = torch.cuda.current_device()
+    tokens, heads, _ = step.out.shape
+    rows = tokens * (heads + 1)
+    warps = 4 if rows <= _SGLANG_FEW_ROWS else 8
+    name = f"sglang_structure<__nv_bfloat16, {str(step.query_fp8).lower()}, {warps}>"
+    kernel = instances.load(Instance("bench/sglang_structure.cu", f"k3cupy::{name}"), device)
+    queue = launch.make_launcher(
+        device, kernel.kernel, grid=-(-rows // warps), block=32 * warps, pdl=pdl
+    )
+    arguments: list[Any] = []
+    for each, dims in (("ql_nope", 2), ("q_pe", 2), ("kv_c_normed", 1), ("k_pe", 1)):
+        tensor = step.inputs[each]
+        arguments += [tensor.data_ptr(), *(2 * stride for stride in tensor.stride()[:dims])]
+    cache = step.kv_cache
+    arguments += [step.out.data_ptr(), cache.data_ptr(), cache.stride(1) * cache.element_size()]
+    arguments += [step.inputs["slot_mapping"].data_ptr(), np.uint32(tokens), np.uint32(heads)]
+    return lambda: queue(torch.cuda.current_stream().cuda_stream, arguments)
+
+
 def run_entry(
     kind: str,
     tokens: int,
@@ -140,9 +166,14 @@ def run_entry(
     public = {}
     if step.cache != "ds_mla":
         public = {split: public_structure(step, split, pdl=pdl) for split in _PUBLIC_SPLITS}
-    checked = {f"public structure, split {split}": body for split, body in public.items()}
-    for name, body in (checked | {str(config): run(config) for config in candidates}).items():
-        wrong = step.check(body)
+    unscaled = DecodeStep(kind, tokens, heads, scales=(1.0, 1.0))
+    sglang = sglang_structure(unscaled, pdl=pdl) if kind in _SGLANG_KINDS else None
+    checked = {f"public structure, split {split}": (step, body) for split, body in public.items()}
+    checked |= {str(config): (step, run(config)) for config in candidates}
+    if sglang is not None:
+        checked["SGLang's structure"] = unscaled, sglang
+    for name, (its, body) in checked.items():
+        wrong = its.check(body)
         if wrong is not None:
             raise RuntimeError(f"{name}: {wrong}, not timed")
 
@@ -154,10 +185,12 @@ def run_entry(
         *public.values(),
         *map(run, candidates),
     ]
+    beside: list[Body] = [] if sglang is None else [sglang]
     if scenario == "chain":
         chain = step.chain(*around, pdl=pdl)
         bodies = [chain.around(), *map(chain.around, bodies)]
-    recorded = [graphs.capture(body, LAUNCHES) for body in (*alone, *bodies)]
+        beside = [unscaled.chain(*around, pdl=pdl).around(each) for each in beside]
+    recorded = [graphs.capture(body, LAUNCHES) for body in (*alone, *bodies, *beside)]
     ours, *others = (round(us, 4) for us in graphs.measure(recorded, LAUNCHES))
     others, times = others[: len(public)], others[len(public) :]
     base = times.pop(0) if scenario == "chain" else 0.0
@@ -173,6 +206,7 @@ def run_entry(
         empty_us=added[0],
         torch_us=added[1],
         public_us={str(split): time for split, time in zip(public, added[2:], strict=False)},
+        sglang_us=added.pop() if beside else None,
         dispatched=asdict(dispatched),
         candidates=[
             {**asdict(config), "us": time}
