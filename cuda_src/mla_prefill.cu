@@ -16,7 +16,7 @@
 //   - The threads of a block are sorted by what they do, in whole warps, so that none waits for the
 //     branch of another.
 // The first `cache_blocks` blocks write cache rows, whose chain of loads is longer (cache_insert.cuh).
-// Few tokens get one warp each. Of many tokens a block takes `tokens_per_block`.
+// A token gets a warp. Of very many tokens a block takes `tokens_per_block`.
 
 #include "common/chunk.cuh"
 #include "common/fp8.cuh"
@@ -195,8 +195,8 @@ __device__ __forceinline__ void insert_block(unsigned int tokens_per_block, cons
     const char* nope_row = kv_c_normed + offset_of(token, kv_c_normed_stride);
     const char* rope_row = k_pe + offset_of(token, k_pe_stride);
     wait_for_predecessor(nope_row, rope_row);
-    if (token >= slots.num_tokens) return;
-    insert_row<T, kFormat, kRope, kVector>(token, nope_row, rope_row, slots, cache, scale, table);
+    insert_row<T, kFormat, kRope, kVector, kThreads>(first, nope_row, rope_row, slots, cache, scale,
+                                                     table);
   } else {
     wait_for_predecessor(kv_c_normed, slots.base);
     const unsigned int left = slots.num_tokens - first;

@@ -120,7 +120,7 @@ FAULTS = (
     Fault(
         "memcheck",
         "decode: a block's idle threads store",
-        (Edit("mla_decode.cu", "    if (map.row >= num_query_rows) return;\n", ""),),
+        (Edit("mla_decode.cu", "    if (token[0] >= num_tokens) return;\n", ""),),
         "decode-9-0-288-1",
         r"Invalid __global__ (read|write).*\n.*mla_decode_epilogue",
     ),
@@ -181,7 +181,7 @@ FAULTS = (
             ),
             Edit("mla/last_writers.cuh", "    }\n    __syncthreads();\n  }", "    }\n  }"),
         ),
-        "insert-300-rope",
+        "insert-4100-rope",
         r"[Rr]ace.*\n?.*mla_key_concat",
     ),
     Fault(
@@ -296,9 +296,9 @@ FAULTS = (
         (
             Edit(
                 "mla_decode.cu",
-                "    if (map.row >= num_query_rows) return;\n",
+                "    Chunk chunk[kRows][kChunksPerThread / kRows];\n",
                 "    if (threadIdx.x != 5) __syncthreads();\n"
-                "    if (map.row >= num_query_rows) return;\n",
+                "    Chunk chunk[kRows][kChunksPerThread / kRows];\n",
             ),
         ),
         "decode-9-0-288-1",
@@ -314,7 +314,7 @@ FAULTS = (
                 "    }\n    if (threadIdx.x != 5) __syncthreads();\n  }",
             ),
         ),
-        "insert-300-rope",
+        "insert-4100-rope",
         r"Divergent thread.*\n.*mla_key_concat",
     ),
 )

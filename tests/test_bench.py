@@ -5,15 +5,18 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from bench_helpers import ROOT, Small, document, on_no_gpu, timed_as
 from click.testing import CliRunner
+from cuda_signatures import signatures
 
 from k3cupy import projections
 from k3cupy.bench import forms, report
@@ -30,6 +33,7 @@ from k3cupy.choose.table import (
 from k3cupy.cli import main
 from k3cupy.kernels import mla_decode, mla_prefill
 from k3cupy.kernels.mla_prefill import INSERTS, OPS, MlaPrefillConfig
+from k3cupy.runtime import sources
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.timing.decode_step import DecodeStep
 from k3cupy.timing.prefill_step import PrefillStep, bytes_moved, launches_of, sets_of
@@ -68,6 +72,7 @@ def test_summary_names_the_figures_that_decide() -> None:
     assert (s["best"], s["best_us"], s["dispatched_us"]) == ("1/256/3", 0.8, 1.0)
     assert s["dispatched_over_best"] == pytest.approx(1.25)
     assert s["public_us"] == 1.2
+    assert s["dispatched_over_sglang"] is None
     assert s["dispatched_over_public"] == pytest.approx(1.0 / 1.2)
     assert s["dispatched_over_split"] == pytest.approx(1.25)
     assert s["over_empty_us"] == pytest.approx(0.5)
@@ -75,6 +80,7 @@ def test_summary_names_the_figures_that_decide() -> None:
 
 def test_summary_without_a_comparison_kernel() -> None:
     assert forms.decode_summary(entry(TIMES, public_us={}))["dispatched_over_public"] is None
+    assert forms.decode_summary(entry(TIMES, sglang_us=0.8))["dispatched_over_sglang"] == 1.25
 
 
 PREFILL = {
@@ -103,11 +109,12 @@ def test_prefill_summary_names_the_bars() -> None:
     assert (s["best"], s["best_us"], s["dispatched"], s["dispatched_us"]) == ("8/4", 8, "8/1", 10)
     assert s["gigabytes_a_second"] == pytest.approx(3200)
     assert s["of_copy_bandwidth"] == pytest.approx(0.8)
-    assert (s["over_row_copy"], s["over_torch"]) == (1.0, 6.0)
+    assert (s["over_row_copy"], s["over_torch"], s["over_public"]) == (1.0, 6.0, None)
+    assert forms.prefill_summary({**PREFILL, "public_us": 12.5})["over_public"] == 0.8
 
 
 def test_prefill_results_make_a_page() -> None:
-    line = "| kv_concat | 4096 | 12 | 32.00 | 8.00 | 10.00 | 60.00 | 8.00 (8/4) | 10.00 (8/1) |"
+    line = "| kv_concat | 4096 | 12 | 32.00 | 8.00 | 10.00 | - | 60.00 | 8.00 (8/4) | 10.00 (8/1) |"
     assert line in report.markdown(prefill_document())
     report.print_table(prefill_document())
 
@@ -444,7 +451,8 @@ def test_a_small_run_on_the_gpu(scenario: str, monkeypatch: pytest.MonkeyPatch) 
     some = [config for config in mla_decode.CANDIDATES if config.block_size == 256]
     found = decode.run_entry("fp8+fp8", 4, 12, scenario, True, some)
     times = [*(c["us"] for c in found.candidates), *found.public_us.values(), found.torch_us]
-    assert len(found.candidates) == 2 and len(found.public_us) == 2
+    times += [found.sglang_us or 0.0]
+    assert len(found.candidates) == len(some) and len(found.public_us) == 2
     assert all(0 < time < 1000 for time in times)
 
 
@@ -483,6 +491,8 @@ def test_a_small_prefill_run_on_the_gpu(op: str, rope: bool) -> None:
     some = mla_prefill.CANDIDATES[:2]
     found = prefill.run_entry(op, 16, 12, rope, some)
     times = [*(c["us"] for c in found.candidates), found.copy_us, found.row_copy_us]
+    assert (found.public_us is None) == rope
+    times += [] if rope else [found.public_us, found.alone_us["public"]]
     assert all(0 < time < 1000 for time in (*times, found.torch_us))
 
 
@@ -555,4 +565,53 @@ def test_a_prefill_epilogue_is_what_it_adds_and_alone_beside_it(
     found = prefill.run_entry("fused_mla_kv_concat", 5, 2, False, some)
     assert (found.copy_us, found.row_copy_us, found.torch_us) == (0.5, 1.0, 0.0)
     assert [c["us"] for c in found.candidates] == [0.0, 0.0]
-    assert found.alone_us == {"ours": 2.0, "warp a row": 3.0}
+    assert found.alone_us == {"ours": 2.0, "warp a row": 3.0, "public": 2.5}
+    assert found.public_us == 0.5
+
+
+def matches_of(arguments: Sequence[Any], source: str, kernel: str) -> list[str]:
+    """What of a launch does not fit the parameters of a comparison kernel."""
+    text = (sources.shipped() / "bench" / source).read_text(encoding="utf-8")
+    parameters = signatures(text)[kernel].parameters
+    assert len(arguments) == len(parameters)
+    return [
+        each.name
+        for value, each in zip(arguments, parameters, strict=True)
+        if (each.ctype == "unsigned int") != isinstance(value, np.uint32)
+        or ("*" in each.ctype and 0 < int(value) < 1 << 20)
+        or ("stride" in each.name and int(value) > 1 << 20)
+    ]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_public_prefill_kernel_gets_what_it_takes(
+    op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from k3cupy.bench import prefill
+
+    small = on_no_gpu(monkeypatch)
+    step = PrefillStep(op, 5, 2, device="cpu")
+    prefill.public_structure(step)()
+    (launched,) = small
+    assert matches_of(launched.arguments, "public_prefill.cu", "public_prefill") == []
+    rows = {mla_prefill.QKV_QUANT: 3, mla_prefill.KV_CONCAT_QUANT: 2}.get(op, 1)
+    assert launched.grid == -(-5 * (2 * rows + (op in INSERTS)) // 8)
+    given = {int(value) for value in launched.arguments}
+    unread = {"q"} if op != mla_prefill.QKV_QUANT else set()
+    read = [t for name, t in step.arguments.items() if name not in unread]
+    assert {t.data_ptr() for t in (*read, *step.outs)} <= given
+
+
+@pytest.mark.parametrize(("tokens", "warps"), [(59, 4), (60, 8)])
+def test_sglangs_kernel_gets_what_it_takes(
+    tokens: int, warps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from k3cupy.bench import decode
+
+    small = on_no_gpu(monkeypatch)
+    step = DecodeStep("fp8+fp8", tokens, 12, "cpu", scales=(1.0, 1.0))
+    decode.sglang_structure(step, pdl=True)()
+    (launched,) = small
+    assert launched.name == f"k3cupy::sglang_structure<__nv_bfloat16, true, {warps}>"
+    assert launched.grid == -(-tokens * 13 // warps)
+    assert matches_of(launched.arguments, "sglang_structure.cu", "sglang_structure") == []

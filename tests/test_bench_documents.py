@@ -33,6 +33,8 @@ def entry_of(which: str) -> Any:
     }
     made |= {"scenario": "chain", "pdl": True, "rope": False, "bytes": 1000, "reason": "measured"}
     made |= {"public_us": {"1": 2.0, "3": 3.0}, "dispatched": "skinny 1/2", "candidates": {}}
+    if which == "prefill":
+        made["public_us"] = 2.0
     if which in CONFIG:
         made["candidates"] = [{**config, "us": 2.0 + i} for i, config in enumerate(CONFIG[which])]
         made["dispatched"] = CONFIG[which][0]

@@ -222,7 +222,7 @@ def mla_case(form: Form, tokens: int, *, rope: bool = False, off: int = 0, **opt
 
 
 def mla_cases() -> Iterator[Case]:
-    """Each format with each mapping, and more tokens than a warp looks through."""
+    """Each format with each mapping, and each way of looking through the later slots."""
     for form in (*FORMS.values(), *_MORE_FORMS):
         configs = MAPPINGS if form.kind == "decode" else _PREFILL_CONFIGS
         for rope in (False, True)[: 1 + form.has_cache]:
@@ -231,8 +231,10 @@ def mla_cases() -> Iterator[Case]:
             yield mla_case(form, 9, rope=rope, off=1)
         if form.kind == "decode":
             yield mla_case(form, 140, rope=True, kv_inputs_ready=True)
+            yield mla_case(form, 300, rope=True)
         elif form.has_cache:
             yield mla_case(form, 300, rope=True)
+            yield mla_case(form, 4100, rope=True)
 
 
 # What the tuner launches beside them

@@ -189,13 +189,13 @@ def test_two_swapped_parameters_are_seen(source: str, kernel: str, recorded: Rec
 def test_a_swap_in_the_text_of_a_kernel_is_seen(recorded: Recorded) -> None:
     """The decode kernel with two counts in each other's place."""
     text = (sources.directory() / "mla_decode.cu").read_text(encoding="utf-8")
-    before = "unsigned int num_tokens,\n        unsigned int num_slots,"
+    before = "unsigned int num_slots,\n        unsigned int block_size,"
     assert text.count(before) == 1
-    swapped = text.replace(before, "unsigned int num_slots,\n        unsigned int num_tokens,")
+    swapped = text.replace(before, "unsigned int block_size,\n        unsigned int num_slots,")
     known = Shipped({"mla_decode.cu": signatures(swapped)})
     for call, (first, _) in recorded.of(DECODE):
         lines = against_golden(call, first, known)
-        seen = {name for line in lines for name in ("num_tokens", "num_slots") if name in line}
+        seen = {name for line in lines for name in ("num_slots", "block_size") if name in line}
         assert len(seen) == (2 if first.launches else 0), call.key
 
 
@@ -295,7 +295,7 @@ def test_an_argument_too_many_is_seen(recorded: Recorded) -> None:
     (launch,) = first.launches
     for arguments in (launch.arguments[:-1], [*launch.arguments, np.uint32(1)]):
         wrong = replace(launch, arguments=arguments)
-        assert wrong_types(wrong, SHIPPED) == [f"{len(arguments)} arguments for 37 parameters"]
+        assert wrong_types(wrong, SHIPPED) == [f"{len(arguments)} arguments for 35 parameters"]
         assert against_golden(call, replace(first, launches=(wrong,)))
 
 

@@ -26,7 +26,8 @@ from toolchain_helpers import (
     write,
 )
 
-from k3cupy.bench import floor
+from k3cupy.bench import floor, prefill
+from k3cupy.kernels import mla_prefill
 from k3cupy.kernels.mla_decode import CANDIDATES, SOURCE, MlaDecodeConfig, Variant
 from k3cupy.runtime import sources
 from k3cupy.runtime.errors import CompileError
@@ -66,6 +67,14 @@ def test_the_kernels_of_the_benchmark_compile() -> None:
         for split in (1, 3)
     ]
     assert len(compile_cubin("bench/public_structure.cu", names, "sm_90").symbols) == 8
+    names = [
+        f"k3cupy::sglang_structure<__nv_bfloat16, {codes}, {warps}>"
+        for codes in ("false", "true")
+        for warps in (4, 8)
+    ]
+    assert len(compile_cubin("bench/sglang_structure.cu", names, "sm_90").symbols) == 4
+    names = [prefill.public_name(op) for op in mla_prefill.OPS]
+    assert len(compile_cubin("bench/public_prefill.cu", names, "sm_90").symbols) == 5
     triggers = [f"k3cupy::Trigger::{name}" for name in ("kEnd", "kEarly", "kNone")]
     names = [f"k3cupy::{name}<{t}>" for name in ("write_rows", "read_all") for t in triggers]
     for arch in ("sm_80", "sm_90"):
@@ -97,6 +106,7 @@ def test_every_candidate_of_the_benchmark_compiles() -> None:
         MlaDecodeConfig(0, 36, 2),
         MlaDecodeConfig(1, 32, 3),
         MlaDecodeConfig(1, 1024, 3),
+        MlaDecodeConfig(1, 32, 6),
         MlaDecodeConfig(3, 32, 1),
         MlaDecodeConfig(3, 1024, 1),
     ]

@@ -172,7 +172,7 @@ def test_inserts_move_rows_by_128_bit_accesses(variant: Variant) -> None:
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v.vector], ids=str)
 def test_the_grid_covers_every_row_once(variant: Variant) -> None:
     for config, tokens, heads, sms in itertools.product(
-        CANDIDATES, (0, 1, 7, 256, 257, 4096, 65_536, 131_072), (1, 5, 12, 96), (1, 132)
+        CANDIDATES, (0, 1, 7, 257, 4096, 4097, 65_536, 131_072), (1, 5, 12, 96), (1, 132)
     ):
         warps = config.threads(variant) // 32
         assert config.threads(variant) == 32 * warps <= 512
@@ -186,7 +186,7 @@ def test_the_grid_covers_every_row_once(variant: Variant) -> None:
         assert 0 <= unused < config.tasks_per_block
         if variant.op in INSERTS:
             of_a_block = numbers["tokens_per_block"]
-            assert (of_a_block == warps) == (tokens <= 256), "the kernel goes by it"
+            assert (of_a_block == warps) == (tokens <= 4096), "the kernel goes by it"
             assert of_a_block <= 512
             assert 0 <= cache_blocks * of_a_block - tokens < of_a_block
         else:

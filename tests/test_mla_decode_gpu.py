@@ -35,7 +35,7 @@ import k3cupy
 pytestmark = pytest.mark.gpu
 
 FORMATS = [(False, kind) for kind in CACHE_KINDS] + [(True, "same"), (True, "uint8")]
-# (split, threads a block, chunks a thread): 72 chunks a row over whole rows, or 32 or 96 lanes.
+# (split, threads a block, chunks a thread): 72 chunks a row over whole rows, 32 lanes or 96.
 CONFIGS = [
     (0, 144, 1),
     (0, 288, 1),
@@ -44,6 +44,7 @@ CONFIGS = [
     (0, 288, 2),
     (1, 128, 3),
     (1, 256, 3),
+    (1, 256, 6),
     (3, 192, 1),
     (3, 256, 1),
 ]
@@ -105,6 +106,18 @@ def test_explicit_configurations_give_the_same_bits(kind: str) -> None:
     for config in configs:
         assert k3cupy.explain_mla_decode(**call.arguments(), config=config).config == config
     assert_same_results(call, [{}, *({"config": config} for config in configs)])
+
+
+@pytest.mark.parametrize("tokens", [2, 120, 129, 256, 257, 700, 1500])
+def test_every_configuration_settles_duplicates_alike(tokens: int) -> None:
+    """Whole rows of the last tokens, however many rows a block has: blocks of 2 to 32 warps."""
+    slots = torch.randint(-3, tokens, (tokens,), generator=torch.Generator().manual_seed(tokens))
+    call = make_call(tokens, 1, num_blocks=1 + tokens // 16, slots=slots, device="cuda")
+    more = [(0, 72, 4), (0, 936, 1), (1, 32, 3), (1, 64, 6), (1, 1024, 3)]
+    configs = [k3cupy.MlaDecodeConfig(*fields) for fields in (*CONFIGS, *more)]
+    assert_same_results(call, [{"config": config} for config in configs])
+    for ready in (False, True):
+        run_and_check(call, kv_inputs_ready=ready)
 
 
 def test_pdl_and_promises_do_not_change_the_bits() -> None:

@@ -52,7 +52,7 @@ def test_turning_twice_turns_twice(device: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", INSERTS)
-@pytest.mark.parametrize("tokens", [2, 3, 8, 9, 33, 257, 300])
+@pytest.mark.parametrize("tokens", [2, 3, 8, 9, 33, 129, 130, 256, 257, 300])
 def test_case28_all_tokens_name_one_slot(device: str, kind: str, tokens: int) -> None:
     run_and_check(
         make_prefill(
@@ -67,7 +67,7 @@ def test_case28_many_tokens_share_few_slots(
     device: str, kind: str, slot_dtype: torch.dtype
 ) -> None:
     """Random slots with every kind of neighbour: duplicates, padding, past the end."""
-    for tokens, seed in ((40, 0), (300, 1)):
+    for tokens, seed in ((40, 0), (256, 2), (300, 1)):
         rng = torch.Generator().manual_seed(seed)
         slots = torch.randint(-3, 40, (tokens,), generator=rng)
         run_and_check(
@@ -88,12 +88,17 @@ def spread_duplicates(tokens: int, distances: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", INSERTS)
 def test_case28_duplicates_far_apart(device: str, kind: str) -> None:
-    slots = spread_duplicates(300, [1, 7, 8, 31, 64, 127, 128, 150, 210])
-    run_and_check(make_prefill(kind, 300, 1, block_size=64, slots=slots, device=device, seed=3))
+    """The limits of a warp's search alone, of its batches, and of the blocks' one together."""
+    distances = [1, 7, 8, 31, 64, 127, 128, 129, 150]
+    for tokens in (250, 256, 257, 300):
+        slots = spread_duplicates(tokens, distances)
+        run_and_check(
+            make_prefill(kind, tokens, 1, block_size=64, slots=slots, device=device, seed=3)
+        )
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [257, 1_000, 5_000, 20_000])
+@pytest.mark.parametrize("tokens", [257, 1_000, 4_096, 4_097, 20_000])
 @INDEX_TYPES
 def test_case28_duplicates_in_a_long_prompt(tokens: int, slot_dtype: torch.dtype) -> None:
     """Pairs from neighbours to first-and-last; then a quarter of all tokens share their slots."""

@@ -154,12 +154,12 @@ DECODE: dict[str, Make] = {
 PREFILL: dict[str, Make] = {
     "insert": partial(epilogue, "insert"),
     "insert and turn": partial(epilogue, "insert", rope=True),
-    "insert many": partial(epilogue, "insert", 300),
+    "insert many": partial(epilogue, "insert", 4200, 1),
     "ds_mla": partial(epilogue, "ds_mla", rope=True),
     "ds_mla many": partial(epilogue, "ds_mla", 300),
     "fp8": partial(epilogue, "fp8"),
     "fp8 and turn": partial(epilogue, "fp8", rope=True),
-    "fp8 many": partial(epilogue, "fp8", 300),
+    "fp8 many": partial(epilogue, "fp8", 4200, 1),
     "concat": partial(epilogue, "concat"),
     "concat_fp8": partial(epilogue, "concat_fp8"),
 }
@@ -286,9 +286,8 @@ NO_WAIT = [
     without(
         "decode's query blocks",
         "mla_decode.cu",
-        "wait_for_predecessor(nope_row, rope_row);",
+        "wait_for_predecessor(nope_row[0], rope_row[0]);",
         DECODE["flat"],
-        behind="\n    if (map.row >=",
     ),
     without(
         "copy_nope",

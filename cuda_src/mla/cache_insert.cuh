@@ -2,8 +2,8 @@
 //
 // Two tokens may name one slot. Then the row must come whole from one of them, and it comes from the
 // last: who writes a row looks whether a later token has its slot, and leaves the row to it.
-//   insert_row   a warp writes the row of one token and looks through the later slots by itself: no
-//                barrier, right for few tokens;
+//   insert_row   a warp writes the row of one token, and the block's threads compare the slots of its
+//                rows with the later ones while the rows are on their way: one latency for both;
 //   insert_rows  a block writes the rows of many tokens and looks through the later slots once for
 //                all of them (last_writers.cuh), so that the work does not grow with the square.
 #pragma once
@@ -38,39 +38,118 @@ struct PagedCache {
   }
 };
 
+// Up to here a warp looks for its own slot alone: two batches bring all later ones at once, and no
+// warp waits for another.
+constexpr unsigned int kSearchAlone = 2 * 32 * LaterSlots::kTokens;
+
+// Whether a token from `first` on has `slot`, which is inside the cache. A lane's share each. Seldom
+// called, so it is kept small: what stands between is fetched, too.
+__device__ __forceinline__ bool is_named(unsigned int slot, unsigned int first,
+                                         const SlotMapping& slots) {
+  bool found = false;
+#pragma unroll 1
+  for (unsigned int other = first; other < slots.num_tokens; other += 32) {
+    const Index index(slots.base + other * slots.stride, slots.is_wide);
+    found |= index.value(slots.is_wide) == slot;
+  }
+  return __any_sync(kFullWarp, found);
+}
+
+// The row of one token, of at most kSearchAlone. All threads of a warp.
 template <typename T, CacheFormat kFormat, bool kRope, bool kVector>
-__device__ __forceinline__ void insert_row(unsigned int token, const char* nope_row,
-                                           const char* rope_row, const SlotMapping& slots,
-                                           const PagedCache<kVector>& cache, const CastScale& scale,
-                                           const RopeTable& table) {
+__device__ __forceinline__ void insert_alone(unsigned int token, const char* nope_row,
+                                             const char* rope_row, const SlotMapping& slots,
+                                             const PagedCache<kVector>& cache,
+                                             const CastScale& scale, const RopeTable& table) {
+  const Index own(slots.base + token * slots.stride, slots.is_wide);
   const RowChunks map = {token, static_cast<int>(threadIdx.x % 32), 32};
   Chunk chunk[kWarpChunks];
   load_row<kFormat, kVector>(chunk, map, nope_row, rope_row);
-  const Index own(slots.base + token * slots.stride, slots.is_wide);
   const unsigned int next = token + 1 + threadIdx.x % 32;
-  const LaterSlots later(next, slots.base, slots.stride, slots.num_tokens);
+  const LaterSlots later(next, 32, slots);
+  const bool some_are_left = token + 1 + 32 * LaterSlots::kTokens < slots.num_tokens;
+  LaterSlots last;
+  if (some_are_left) last = LaterSlots(next + 32 * LaterSlots::kTokens, 32, slots);
   const float scale_inv = kFormat == CacheFormat::kFp8 ? scale.load() : 1.0f;
   const float* table_row = kRope ? table.row_of(token) : nullptr;
-  const long long slot = own.value(slots.is_wide);
-  const unsigned int slot_low = static_cast<unsigned int>(slot);
-  bool may_be = later.may_have(slot_low, next, slots.num_tokens);
-  for (unsigned int other = next + LaterSlots::kReach; other < slots.num_tokens;
-       other += LaterSlots::kReach) {
-    const LaterSlots more(other, slots.base, slots.stride, slots.num_tokens);
-    may_be |= more.may_have(slot_low, other, slots.num_tokens);
-  }
-  bool overwritten = false;
-  if (__any_sync(kFullWarp, may_be)) {
-    bool same = false;
-    for (unsigned int other = next; other < slots.num_tokens; other += 32) {
-      same |= Index(slots.base + other * slots.stride, slots.is_wide).value(slots.is_wide) == slot;
-    }
-    overwritten = __any_sync(kFullWarp, same);
-  }
+  const long long value = own.value(slots.is_wide);
+  const unsigned int slot = static_cast<unsigned int>(value);
+  bool may_be = later.may_have(slot);
+  if (some_are_left) may_be |= last.may_have(slot);
   // A slot outside the cache is skipped like padding.
-  const bool write = slot >= 0 && slot < cache.num_slots && !overwritten;
-  char* target = cache.row(write ? static_cast<unsigned int>(slot) : 0u);
+  bool write = value >= 0 && value < cache.num_slots;
+  if (__builtin_expect(__any_sync(kFullWarp, may_be), 0) && write) {
+    write = !is_named(slot, next, slots);
+  }
+  char* target = cache.row(write ? slot : 0u);
   store_row<T, kFormat, kRope, kVector>(chunk, map, target, write, scale_inv, table_row);
+}
+
+// The rows of tokens first, ..., one a warp, of any number. All threads of the block.
+template <typename T, CacheFormat kFormat, bool kRope, bool kVector, int kThreads>
+__device__ __forceinline__ void insert_together(unsigned int first, const char* nope_row,
+                                                const char* rope_row, const SlotMapping& slots,
+                                                const PagedCache<kVector>& cache,
+                                                const CastScale& scale, const RopeTable& table) {
+  constexpr unsigned int kRows = kThreads / 32;
+  constexpr unsigned int kBatch = 32 * kRows * LaterSlots::kTokens;
+  const unsigned int warp = threadIdx.x / 32;
+  const unsigned int lane = threadIdx.x % 32;
+  const unsigned int token = first + warp;
+  const unsigned int behind = first + kRows;
+  if (warp >= kRows || token >= slots.num_tokens) {
+    if (behind < slots.num_tokens) __syncthreads_or(0);
+    return;
+  }
+  // A lane has the slot of one of the block's tokens; those of the tokens behind are shared out.
+  const bool has_slot = lane < kRows && first + lane < slots.num_tokens;
+  const Index index(slots.base + (has_slot ? first + lane : token) * slots.stride, slots.is_wide);
+  const RowChunks map = {token, static_cast<int>(lane), 32};
+  Chunk chunk[kWarpChunks];
+  load_row<kFormat, kVector>(chunk, map, nope_row, rope_row);
+  LaterSlots later(behind + threadIdx.x, 32 * kRows, slots);
+  const float scale_inv = kFormat == CacheFormat::kFp8 ? scale.load() : 1.0f;
+  const float* table_row = kRope ? table.row_of(token) : nullptr;
+  const long long value = index.value(slots.is_wide);
+  const unsigned int low = static_cast<unsigned int>(value);
+  const bool is_inside = has_slot && value >= 0 && value < cache.num_slots;
+  const unsigned int inside = __ballot_sync(kFullWarp, is_inside);
+  const unsigned int slot = __shfl_sync(kFullWarp, low, warp);
+  // The first row is this one if the block's later ones have other slots.
+  bool write = (__ballot_sync(kFullWarp, is_inside && low == slot) >> warp) == 1u;
+  if (behind < slots.num_tokens) {
+    unsigned int named = 0;
+    for (unsigned int start = behind;;) {
+#pragma unroll
+      for (unsigned int row = 0; row < kRows; ++row) {
+        if (later.may_have(__shfl_sync(kFullWarp, low, row))) named |= 1u << row;
+      }
+      start += kBatch;
+      if (start >= slots.num_tokens) break;
+      later = LaterSlots(start + threadIdx.x, 32 * kRows, slots);
+    }
+    if (__builtin_expect(__syncthreads_or((named & inside) != 0), 0) && write) {
+      write = !is_named(slot, behind + lane, slots);
+    }
+  }
+  char* target = cache.row(write ? slot : 0u);
+  store_row<T, kFormat, kRope, kVector>(chunk, map, target, write, scale_inv, table_row);
+}
+
+// Tokens first, ..., one a warp. All threads of the block call it, behind the dependency wait.
+template <typename T, CacheFormat kFormat, bool kRope, bool kVector, int kThreads>
+__device__ __forceinline__ void insert_row(unsigned int first, const char* nope_row,
+                                           const char* rope_row, const SlotMapping& slots,
+                                           const PagedCache<kVector>& cache, const CastScale& scale,
+                                           const RopeTable& table) {
+  if (slots.num_tokens > kSearchAlone) {
+    insert_together<T, kFormat, kRope, kVector, kThreads>(first, nope_row, rope_row, slots, cache,
+                                                          scale, table);
+    return;
+  }
+  const unsigned int token = first + threadIdx.x / 32;
+  if (threadIdx.x >= kThreads / 32 * 32 || token >= slots.num_tokens) return;
+  insert_alone<T, kFormat, kRope, kVector>(token, nope_row, rope_row, slots, cache, scale, table);
 }
 
 // Tokens first, ..., first + count - 1, at most LastWriters::kMaxTokens. All threads of the block.

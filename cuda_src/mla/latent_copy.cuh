@@ -17,10 +17,15 @@ struct RowChunks {
   int step;
 };
 
-// A thread's i-th chunk. In a ds_mla row, one warp's, a lane has two neighbours of the tiled part.
-template <CacheFormat kFormat>
+// In a row of codes that is one warp's, a lane has two neighbours of the 512-wide part, which become
+// one 128-bit store, and one chunk of the RoPE part.
+template <CacheFormat kFormat, int kChunksPerThread>
+constexpr bool kInPairs = kFormat != CacheFormat::kSame && kChunksPerThread == kWarpChunks;
+
+// A thread's i-th chunk.
+template <bool kPairs>
 __device__ __forceinline__ int chunk_of(const RowChunks& map, int i) {
-  if constexpr (kFormat == CacheFormat::kDsMla) {
+  if constexpr (kPairs) {
     return i < 2 ? 2 * map.first + i : kNopeChunks + map.first;
   } else {
     return map.first + i * map.step;
@@ -30,9 +35,16 @@ __device__ __forceinline__ int chunk_of(const RowChunks& map, int i) {
 template <CacheFormat kFormat, bool kVector, int kChunksPerThread>
 __device__ __forceinline__ void load_row(Chunk (&chunk)[kChunksPerThread], const RowChunks& map,
                                          const char* nope_row, const char* rope_row) {
+  constexpr bool kPairs = kInPairs<kFormat, kChunksPerThread>;
+  if constexpr (kPairs) {
+    Chunk pair[2];
+    load_chunk_pair<kVector>(pair, nope_row + map.first * 2 * kChunkBytes);
+    chunk[0] = pair[0];
+    chunk[1] = pair[1];
+  }
 #pragma unroll
-  for (int i = 0; i < kChunksPerThread; ++i) {
-    const int c = chunk_of<kFormat>(map, i);
+  for (int i = kPairs ? 2 : 0; i < kChunksPerThread; ++i) {
+    const int c = chunk_of<kPairs>(map, i);
     if (c < kRowChunks) {
       chunk[i] = load_chunk_streaming<kVector>(c < kNopeChunks
                                                    ? nope_row + c * kChunkBytes
@@ -47,16 +59,21 @@ __device__ __forceinline__ void store_row(const Chunk (&chunk)[kChunksPerThread]
                                           const RowChunks& map, char* target, bool write,
                                           float scale_inv, const float* table_row) {
   constexpr bool kIsTiled = kFormat == CacheFormat::kDsMla;
+  constexpr bool kPairs = kInPairs<kFormat, kChunksPerThread>;
   if constexpr (kIsTiled) {
-    static_assert(kChunksPerThread == kWarpChunks, "a row is one warp's");
+    static_assert(kPairs, "a row is one warp's");
     const Chunk tiled[2] = {chunk[0], chunk[1]};
     const float amax = largest_of_tile<T>(tiled);
     if (write) store_tile_chunks<T, kVector>(target, map.first, amax, tiled);
   }
   if (!write) return;
+  if constexpr (kPairs && !kIsTiled) {
+    const Chunk pair[2] = {chunk[0], chunk[1]};
+    store_pair<T, kVector>(target + map.first * 2 * kChunkElements, pair, scale_inv);
+  }
 #pragma unroll
-  for (int i = kIsTiled ? 2 : 0; i < kChunksPerThread; ++i) {
-    const int c = chunk_of<kFormat>(map, i);
+  for (int i = kPairs ? 2 : 0; i < kChunksPerThread; ++i) {
+    const int c = chunk_of<kPairs>(map, i);
     if (c >= kRowChunks) continue;
     const bool rotated = kRope && c >= kNopeChunks;
     float value[kChunkElements];

@@ -83,18 +83,16 @@ __device__ __forceinline__ float largest_of_tile(const Chunk (&chunk)[2]) {
   return widen_one<T>(max_pair(largest, 0u, T{}));
 }
 
-// Writes a lane's two chunks of a tile and, from the tile's first lane, the tile's scale.
+// Stores two neighbouring chunks as codes. Without the instruction for a code the two are stored one
+// by one, which takes fewer registers.
 template <typename T, bool kVector>
-__device__ __forceinline__ void store_tile_chunks(char* row, int lane, float amax,
-                                                  const Chunk (&chunk)[2]) {
-  const TileScale tile(amax);
-  char* place = row + lane * 2 * kChunkElements;
+__device__ __forceinline__ void store_pair(char* place, const Chunk (&pair)[2], float scale_inv) {
   uint2 codes[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     float value[kChunkElements];
-    widen<T>(chunk[i], value);
-    codes[i] = to_e4m3(value, tile.inverse);
+    widen<T>(pair[i], value);
+    codes[i] = to_e4m3(value, scale_inv);
     if constexpr (!kVector || !kHasFp8Instruction) {
       store_codes<kVector>(place + i * kChunkElements, codes[i]);
     }
@@ -102,6 +100,14 @@ __device__ __forceinline__ void store_tile_chunks(char* row, int lane, float ama
   if constexpr (kVector && kHasFp8Instruction) {
     *reinterpret_cast<uint4*>(place) = make_uint4(codes[0].x, codes[0].y, codes[1].x, codes[1].y);
   }
+}
+
+// Writes a lane's two chunks of a tile and, from the tile's first lane, the tile's scale.
+template <typename T, bool kVector>
+__device__ __forceinline__ void store_tile_chunks(char* row, int lane, float amax,
+                                                  const Chunk (&chunk)[2]) {
+  const TileScale tile(amax);
+  store_pair<T, kVector>(row + lane * 2 * kChunkElements, chunk, tile.inverse);
   if (lane % kTileLanes == 0) {
     store_float<kVector>(row + kTileScaleOffset + 4 * (lane / kTileLanes), tile.scale);
   }

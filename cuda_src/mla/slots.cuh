@@ -3,6 +3,8 @@
 
 namespace k3cupy {
 
+constexpr unsigned int kNoSlot = 0xffffffffu;
+
 struct SlotMapping {
   const char* base;
   long long stride;
@@ -33,42 +35,38 @@ struct Index {
   }
 };
 
-// The lower halves of the slots of tokens first, first + 32, ...: kTokens loads, of which none waits
-// for another. A token that does not exist is not read.
+// The lower halves of the slots of tokens first, first + step, ...: kTokens loads, of which none
+// waits for another. A token that does not exist is not read, and has no slot of the cache.
 struct LaterSlots {
   static constexpr unsigned int kTokens = 4;
-  static constexpr unsigned int kReach = 32 * kTokens;
 
   unsigned int low[kTokens];
 
-  __device__ __forceinline__ LaterSlots(unsigned int first, const char* slot_mapping,
-                                        long long slot_stride, unsigned int num_tokens) {
-    const char* address = slot_mapping + first * slot_stride;
+  LaterSlots() = default;
+
+  __device__ __forceinline__ LaterSlots(unsigned int first, unsigned int step,
+                                        const SlotMapping& slots) {
+    const char* address = slots.base + first * slots.stride;
 #pragma unroll
     for (unsigned int i = 0; i < kTokens; ++i) {
-      low[i] = 0;
+      low[i] = kNoSlot;
       asm volatile(
           "{ .reg .pred there;\n"
           "  setp.lt.u32 there, %2, %3;\n"
           "  @there ld.global.u32 %0, [%1]; }"
           : "+r"(low[i])
-          : "l"(address), "r"(first + 32 * i), "r"(num_tokens));
-      address += 32 * slot_stride;
+          : "l"(address), "r"(first + step * i), "r"(slots.num_tokens));
+      address += step * slots.stride;
     }
   }
 
-  __device__ __forceinline__ bool may_have(unsigned int slot_low, unsigned int first,
-                                           unsigned int num_tokens) const {
+  __device__ __forceinline__ bool may_have(unsigned int slot_low) const {
     bool found = false;
 #pragma unroll
-    for (unsigned int i = 0; i < kTokens; ++i) {
-      found |= first + 32 * i < num_tokens && low[i] == slot_low;
-    }
+    for (unsigned int i = 0; i < kTokens; ++i) found |= low[i] == slot_low;
     return found;
   }
 };
-
-constexpr unsigned int kNoSlot = 0xffffffffu;
 
 // The whole slots of tokens first, first + kStep, ...: kCount loads, of which none waits for another,
 // past L1 because a block reads a slot once. A token that does not exist is not read.

@@ -17,7 +17,7 @@ import torch
 
 import k3cupy
 from k3cupy.bench import document
-from k3cupy.bench.public import decode_epilogue
+from k3cupy.bench.public import decode_epilogue, sglang_epilogue
 from k3cupy.choose.table import MLA_DECODE
 from k3cupy.constants import QK_ROPE_HEAD_DIM
 from k3cupy.kernels.mla_decode import CANDIDATES, MlaDecodeConfig, Variant
@@ -33,6 +33,7 @@ NEIGHBOURS = GEMM, NONE
 """The absorbed-query matmul of the framework, and a small kernel that reads mqa_q."""
 
 _PUBLIC_SPLITS = (1, 3)
+_SGLANG_KINDS = ("16bit+same", "fp8+fp8")
 
 
 @dataclass
@@ -52,6 +53,8 @@ class Entry:
         torch_us: the unfused PyTorch operations in its place.
         public_us: a kernel in the public structure (``bench/public_structure.cu``) with one and
             with three warps a row; empty for a ds_mla cache, which it does not have.
+        sglang_us: a kernel in the structure of SGLang's (``bench/sglang_structure.cu``), which has
+            no scale; None for the formats that it does not have.
         dispatched: the configuration that a call would choose.
         candidates: time of every configuration.
     """
@@ -66,6 +69,7 @@ class Entry:
     empty_us: float
     torch_us: float
     public_us: dict[str, float]
+    sglang_us: float | None
     dispatched: dict[str, int]
     candidates: list[dict[str, Any]] = field(default_factory=list)
 
@@ -112,9 +116,15 @@ def run_entry(
             split: decode_epilogue(*written, split, scales=step.scales, pdl=pdl)
             for split in _PUBLIC_SPLITS
         }
-    checked = {f"public structure, split {split}": body for split, body in public.items()}
-    for name, body in (checked | {str(config): run(config) for config in candidates}).items():
-        wrong = step.check(body)
+    unscaled, sglang = DecodeStep(kind, tokens, heads, scales=(1.0, 1.0)), None
+    if kind in _SGLANG_KINDS:
+        sglang = sglang_epilogue(unscaled.inputs, unscaled.out, unscaled.kv_cache, pdl=pdl)
+    checked = {f"public structure, split {split}": (step, body) for split, body in public.items()}
+    checked |= {str(config): (step, run(config)) for config in candidates}
+    if sglang is not None:
+        checked["SGLang's structure"] = unscaled, sglang
+    for name, (its, body) in checked.items():
+        wrong = its.check(body)
         if wrong is not None:
             raise RuntimeError(f"{name}: {wrong}, not timed")
 
@@ -126,10 +136,12 @@ def run_entry(
         *public.values(),
         *map(run, candidates),
     ]
+    beside: list[Body] = [] if sglang is None else [sglang]
     if scenario == "chain":
         chain = step.chain(*around, pdl=pdl)
         bodies = [chain.around(), *map(chain.around, bodies)]
-    recorded = [graphs.capture(body, LAUNCHES) for body in (*alone, *bodies)]
+        beside = [unscaled.chain(*around, pdl=pdl).around(each) for each in beside]
+    recorded = [graphs.capture(body, LAUNCHES) for body in (*alone, *bodies, *beside)]
     ours, *others = (round(us, 4) for us in graphs.measure(recorded, LAUNCHES))
     others, times = others[: len(public)], others[len(public) :]
     base = times.pop(0) if scenario == "chain" else 0.0
@@ -145,6 +157,7 @@ def run_entry(
         empty_us=added[0],
         torch_us=added[1],
         public_us={str(split): time for split, time in zip(public, added[2:], strict=False)},
+        sglang_us=added.pop() if beside else None,
         dispatched=asdict(dispatched),
         candidates=[
             {**asdict(config), "us": time}

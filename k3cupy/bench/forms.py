@@ -48,6 +48,10 @@ def _alone(*names: str) -> Column:
     return Column(f"alone: {' / '.join(names)}", cell)
 
 
+def _us(us: float | None) -> str:
+    return "-" if us is None else f"{us:.2f}"
+
+
 def _slashed(times: Iterable[float]) -> str:
     return " / ".join(f"{us:.2f}" for us in times)
 
@@ -120,12 +124,14 @@ def decode_summary(entry: Entry) -> dict[str, Any]:
     found = fastest(entry)
     dispatched_us = found["dispatched_us"]
     public = min(entry["public_us"].values(), default=None)
+    sglang = entry.get("sglang_us")
     return {
         **found,
         "split1_us": times["1/256/3"],
         "split3_us": times["3/256/1"],
         "public_us": public,
         "dispatched_over_public": None if public is None else dispatched_us / public,
+        "dispatched_over_sglang": None if sglang is None else dispatched_us / sglang,
         "dispatched_over_split": dispatched_us / min(times["1/256/3"], times["3/256/1"]),
         "over_empty_us": dispatched_us - entry["empty_us"],
     }
@@ -143,16 +149,17 @@ def prefill_summary(entry: Entry) -> dict[str, Any]:
     """Return the figures of an entry that decide.
 
     ``of_copy_bandwidth`` is the share of the device-to-device copy's bandwidth that the dispatched
-    configuration reaches, ``over_row_copy`` its time over that of one warp a row, ``over_torch``
-    how many times faster than PyTorch it is.
+    configuration reaches, ``over_row_copy`` its time over that of one warp a row, ``over_public``
+    over that of the public structure, ``over_torch`` how many times faster than PyTorch it is.
     """
     found = fastest(entry)
-    dispatched_us = found["dispatched_us"]
+    dispatched_us, public = found["dispatched_us"], entry.get("public_us")
     return {
         **found,
         "gigabytes_a_second": entry["bytes"] / dispatched_us / 1e3,
         "of_copy_bandwidth": entry["copy_us"] / dispatched_us,
         "over_row_copy": dispatched_us / entry["row_copy_us"],
+        "over_public": None if public is None else dispatched_us / public,
         "over_torch": entry["torch_us"] / dispatched_us,
     }
 
@@ -263,6 +270,7 @@ FORMS = {
             _measured("empty_us"),
             _measured("torch_us"),
             Column("public 1 / 3", lambda e, _: _slashed(e["public_us"].values()) or "-"),
+            Column("SGLang's", lambda e, _: _us(e.get("sglang_us"))),
             Column("split 1 / 3", lambda _, s: _slashed((s["split1_us"], s["split3_us"]))),
             _configured("best"),
             _configured("dispatched"),
@@ -281,6 +289,7 @@ FORMS = {
             Column("MB", lambda e, _: f"{e['bytes'] / 1e6:.2f}"),
             _measured("copy_us"),
             _measured("row_copy_us", name="warp a row"),
+            Column("public", lambda e, _: _us(e.get("public_us"))),
             _measured("torch_us"),
             _configured("best"),
             _configured("dispatched"),
@@ -288,7 +297,7 @@ FORMS = {
             _derived("of copy", "of_copy_bandwidth", ".0%"),
             _derived("x warp a row", "over_row_copy"),
             _derived("torch x", "over_torch", ".1f"),
-            _alone("ours", "warp a row"),
+            _alone("ours", "warp a row", "public"),
         ),
         choice=_prefill_choice,
     ),

@@ -29,16 +29,19 @@ from k3cupy.kernels.mla_prefill import (
     INSERTS,
     KEY_CONCAT,
     KEY_CONCAT_DS_MLA,
+    KV_CONCAT,
+    KV_CONCAT_QUANT,
     OPS,
     QKV_QUANT,
     MlaPrefillConfig,
     Variant,
 )
 from k3cupy.runtime import instances, launch
-from k3cupy.runtime.instances import Instance
+from k3cupy.runtime.instances import Instance, instantiation
 from k3cupy.timing import graphs
 from k3cupy.timing.chain import NEIGHBOURS, Body, told
 from k3cupy.timing.prefill_step import (
+    BLOCK_SIZE,
     ROTATE_FROM,
     ROTATED_BYTES,
     PrefillStep,
@@ -52,6 +55,14 @@ TOKENS = targets.TOKENS[MLA_PREFILL]
 
 _THREADS = 256
 _ROW_BYTES = 1152  # of a row of bench/row_copy.cu
+_PUBLIC = {
+    KEY_CONCAT: (1, False, True, "kSame"),
+    KEY_CONCAT_DS_MLA: (1, False, True, "kDsMla"),
+    QKV_QUANT: (3, True, True, "kFp8"),
+    KV_CONCAT: (1, False, False, "kSame"),
+    KV_CONCAT_QUANT: (2, True, False, "kSame"),
+}
+"""Operation -> the rows of a head, whether they are codes, whether there is a cache, its format."""
 
 
 @dataclass
@@ -66,9 +77,11 @@ class Entry:
         bytes: read and written, each counted once.
         copy_us: ``Tensor.copy_`` that moves as many bytes.
         row_copy_us: a kernel that copies as many bytes, one warp a row.
+        public_us: a kernel in the public structure (``bench/public_prefill.cu``), which takes no
+            positions; None with them.
         torch_us: the unfused PyTorch operations.
         alone_us: after themselves: ``"ours"``, the dispatched configuration, and
-            ``"warp a row"``, the copy.
+            ``"warp a row"``, the copy, and ``"public"``.
         dispatched: the configuration that a call would choose.
         candidates: time of every configuration.
     """
@@ -80,6 +93,7 @@ class Entry:
     bytes: int
     copy_us: float
     row_copy_us: float
+    public_us: float | None
     torch_us: float
     alone_us: dict[str, float]
     dispatched: dict[str, int]
@@ -160,6 +174,41 @@ class Copies:
         self._queue(stream, arguments)
 
 
+def public_name(op: str) -> str:
+    """Return the C++ name of the comparison kernel in the public structure."""
+    rows, codes, inserts, cache = _PUBLIC[op]
+    cache = f"k3cupy::CacheFormat::{cache}"
+    return instantiation("public_prefill", "__nv_bfloat16", rows, codes, inserts, cache)
+
+
+def public_structure(step: PrefillStep) -> Body:
+    """Return the launch of the comparison kernel for a step without positions."""
+    a, device = step.arguments, torch.cuda.current_device()
+    rows_of_head, _, inserts, _ = _PUBLIC[step.op]
+    rows = step.tokens * (step.heads * rows_of_head + inserts)
+    kernel = instances.load(Instance("bench/public_prefill.cu", public_name(step.op)), device)
+    queue = launch.make_launcher(
+        device, kernel.kernel, grid=-(-rows // (_THREADS // 32)), block=_THREADS, pdl=True
+    )
+    outs = dict(zip(SIGNATURES[step.op].outputs, step.outs, strict=True))
+
+    def given(name: str, dims: int = 0) -> list[int]:
+        tensor = a.get(name, outs.get(name))
+        if tensor is None:
+            return [0] * (1 + dims)
+        size = tensor.element_size()
+        return [tensor.data_ptr(), *(size * stride for stride in tensor.stride()[:dims])]
+
+    arguments = [
+        *(*given("k_nope", 2), *given("k_pe", 1), *(given("k") if "k" in outs else given("k8"))),
+        *(*given("v", 2), *given("v8"), *given("q", 2), *given("q8"), *given("kv_c_normed", 1)),
+        *(*given("slot_mapping"), *given("kv_cache", 2)),
+        *(given(f"{each}_scale_inv")[0] for each in ("k", "v", "q", "cache")),
+        *(np.uint32(step.tokens), np.uint32(step.heads), np.uint32(BLOCK_SIZE)),
+    ]
+    return lambda: queue(torch.cuda.current_stream().cuda_stream, arguments)
+
+
 def run_entry(
     op: str,
     tokens: int,
@@ -177,10 +226,14 @@ def run_entry(
     sets = sets_of(tokens, size)
     launches = launches_of(size, sets)
     steps = [PrefillStep(op, tokens, heads, rope, seed=seed) for seed in range(sets)]
-    for config in candidates:
-        wrong = steps[0].check(config)
+    public = [] if rope else [public_structure(step) for step in steps]
+    checked: dict[str, Body] = {str(c): functools.partial(steps[0].run, c) for c in candidates}
+    if public:
+        checked["public structure"] = public[0]
+    for name, body in checked.items():
+        wrong = steps[0].check(body)
         if wrong is not None:
-            raise RuntimeError(f"{op}, {config}: {wrong}, not timed")
+            raise RuntimeError(f"{op}, {name}: {wrong}, not timed")
     copies = [Copies(size) for _ in range(sets)]
     dispatched = k3cupy.explain_mla_prefill(op, **steps[0].arguments).config
 
@@ -192,29 +245,34 @@ def run_entry(
         [copy.device_to_device for copy in copies],
         row_copy,
         [functools.partial(unfused, step) for step in steps],
+        *([public] if public else []),
         *map(ours, candidates),
     ]
     chains = [step.chain(*around) for step in steps]
     links = [[chain.around() for chain in chains]]
     links += [[c.around(m) for c, m in zip(chains, each, strict=True)] for each in middles]
-    every = [ours(dispatched), row_copy, *links]
+    alone = {"ours": ours(dispatched), "warp a row": row_copy}
+    if public:
+        alone["public"] = public
+    every = [*alone.values(), *links]
     recorded = [graphs.capture(graphs.in_turns(_run, each), launches) for each in every]
-    found = graphs.measure(recorded, launches, replays=5)
-    alone, row_copy_alone, base, *times = (round(us, 4) for us in found)
-    times = [round(us - base, 4) for us in times]
+    found = [round(us, 4) for us in graphs.measure(recorded, launches, replays=5)]
+    base, *links_us = found[len(alone) :]
+    copied, row_copied, unfused_us, *times = (round(us - base, 4) for us in links_us)
     return Entry(
         kind=op,
         tokens=tokens,
         heads=heads,
         rope=rope,
         bytes=size,
-        copy_us=times[0],
-        row_copy_us=times[1],
-        torch_us=times[2],
-        alone_us={"ours": alone, "warp a row": row_copy_alone},
+        copy_us=copied,
+        row_copy_us=row_copied,
+        public_us=times.pop(0) if public else None,
+        torch_us=unfused_us,
+        alone_us=dict(zip(alone, found, strict=False)),
         dispatched=asdict(dispatched),
         candidates=[
-            {**asdict(config), "us": us} for config, us in zip(candidates, times[3:], strict=True)
+            {**asdict(config), "us": us} for config, us in zip(candidates, times, strict=True)
         ],
     )
 

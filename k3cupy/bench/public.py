@@ -32,17 +32,25 @@ MOST_TOKENS = 16
 _THREADS = 256
 _ROWS, _COLUMNS, _RING_BYTES, _BARRIER_BYTES = 16, (256, 128), 192 << 10, 1024
 _SPLIT_3_TOKENS = 64
+_SGLANG_FEW_ROWS = 768
 
 
 def queue(
-    source: str, name: str, grid: int, *, shared_bytes: int = 0, pdl: bool = True
+    source: str,
+    name: str,
+    grid: int,
+    *,
+    threads: int = _THREADS,
+    shared_bytes: int = 0,
+    pdl: bool = True,
 ) -> Callable[[Sequence[Any]], None]:
-    """Return what launches a kernel of ``cuda_src/bench``, 256 threads a block.
+    """Return what launches a kernel of ``cuda_src/bench``.
 
     Args:
         source: file in ``cuda_src/bench``.
         name: of the kernel, with its template arguments.
         grid: blocks.
+        threads: of a block.
         shared_bytes: dynamic shared memory a block.
         pdl: launch it with programmatic dependent launch.
     """
@@ -51,7 +59,7 @@ def queue(
     if shared_bytes:
         kernel.allow_shared_memory(shared_bytes)
     run = launch.make_launcher(
-        device, kernel.kernel, grid=grid, block=_THREADS, pdl=pdl, shared_bytes=shared_bytes
+        device, kernel.kernel, grid=grid, block=threads, pdl=pdl, shared_bytes=shared_bytes
     )
     return lambda arguments: run(torch.cuda.current_stream().cuda_stream, arguments)
 
@@ -163,3 +171,32 @@ def decode_epilogue(
         *(np.int32(tokens), np.int32(heads), np.int32(kv_cache.shape[1])),
     ]
     return lambda: run(arguments)
+
+
+def sglang_epilogue(
+    inputs: Mapping[str, torch.Tensor],
+    out: torch.Tensor,
+    kv_cache: torch.Tensor,
+    *,
+    pdl: bool = True,
+) -> Callable[[], None]:
+    """Return the launch of the comparison kernel in the structure of SGLang's, scales aside.
+
+    Args:
+        inputs: ``ql_nope``, ``q_pe``, ``kv_c_normed``, ``k_pe`` [B, 64] and ``slot_mapping``.
+        out: mqa_q, bf16 or e4m3.
+        kv_cache: [blocks, block size, 576], of the same format.
+        pdl: launch it with programmatic dependent launch.
+    """
+    tokens, heads, _ = out.shape
+    rows = tokens * (heads + 1)
+    warps = 4 if rows <= _SGLANG_FEW_ROWS else 8
+    name = instantiation("sglang_structure", "__nv_bfloat16", out.element_size() == 1, warps)
+    run = queue("sglang_structure.cu", name, -(-rows // warps), threads=32 * warps, pdl=pdl)
+    arguments: list[Any] = []
+    for each, dims in (("ql_nope", 2), ("q_pe", 2), ("kv_c_normed", 1), ("k_pe", 1)):
+        tensor = inputs[each]
+        arguments += [tensor.data_ptr(), *(2 * stride for stride in tensor.stride()[:dims])]
+    step = kv_cache.stride(1) * kv_cache.element_size()
+    arguments += [out.data_ptr(), kv_cache.data_ptr(), step, inputs["slot_mapping"].data_ptr()]
+    return functools.partial(run, [*arguments, np.uint32(tokens), np.uint32(heads)])

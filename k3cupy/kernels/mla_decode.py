@@ -17,20 +17,19 @@ from k3cupy.runtime.tensors import byte_stride
 KERNEL, SOURCE = "mla_decode", "mla_decode.cu"
 
 PARAMETERS = Parameters(
-    "u32 cache_blocks, num_query_rows, num_heads, num_heads_magic;"
-    "pointer ql_nope, q_pe, mqa_q;"
+    "u32 num_tokens, num_heads, num_heads_magic, num_heads_shift; pointer ql_nope, q_pe;"
     "stride ql_nope_token_stride, ql_nope_head_stride, q_pe_token_stride, q_pe_head_stride;"
-    "u32 num_heads_shift; f32 q_scale_value; pointer q_scale_inv;"
-    "pointer kv_c_normed, k_pe, slot_mapping, kv_cache;"
-    "stride kv_c_stride, k_pe_stride, cache_block_stride, cache_token_stride;"
-    "u32 num_tokens, num_slots, block_size, block_size_magic, block_size_shift, slot_is_wide;"
-    "i64 slot_stride; pointer cache_scale_inv; f32 cache_scale_value; u32 position_is_wide;"
+    "pointer mqa_q, q_scale_inv; f32 q_scale_value; u32 slot_is_wide;"
+    "pointer kv_c_normed, k_pe, slot_mapping; i64 slot_stride; stride kv_c_stride, k_pe_stride;"
+    "pointer kv_cache; stride cache_block_stride, cache_token_stride;"
+    "u32 num_slots, block_size, block_size_magic, block_size_shift;"
+    "pointer cache_scale_inv; f32 cache_scale_value; u32 position_is_wide;"
     "pointer positions, cos_sin_cache; i64 position_stride, table_stride, max_position"
 )
 
 MAX_TOKENS_PER_LAUNCH = 4096
-"""A token's warp looks through the later slots of its launch (see the kernel), so larger batches
-are launched in slices, one after the other."""
+"""A cache block compares its slots with all later ones of its launch (see the kernel), so larger
+batches are launched in slices, one after the other."""
 
 _ROW_CHUNKS = LATENT_DIM // CHUNK_ELEMENTS
 _NOPE_CHUNKS = KV_LORA_RANK // CHUNK_ELEMENTS
@@ -88,7 +87,8 @@ class MlaDecodeConfig(Tuned):
     Attributes:
         split: 0 for the flat mapping, else warps that share a row (1 or 3).
         block_size: threads a block.
-        chunks_per_thread: for split 0 a choice (1, 2 or 4); 3 for split 1 and 1 for split 3.
+        chunks_per_thread: for split 0 a choice (1, 2 or 4); for split 1 3, or 6, which is two rows
+            a warp; 1 for split 3.
     """
 
     split: int
@@ -103,13 +103,14 @@ class MlaDecodeConfig(Tuned):
         if self.split == 0:
             lanes_hold_tiles = chunks in (1, 2, 4, 8) and _NOPE_CHUNKS // chunks % _TILE_LANES == 0
             return lanes_hold_tiles and threads * chunks % _ROW_CHUNKS == 0
-        return threads % 32 == 0 and (self.split, chunks) in ((1, 3), (3, 1))
+        return threads % 32 == 0 and (self.split, chunks) in ((1, 3), (1, 6), (3, 1))
 
     def query_blocks(self, num_rows: int) -> int:
         """Return how many blocks write a number of query rows (tokens times heads)."""
         if self.split == 0:
             return -(-num_rows // (self.block_size * self.chunks_per_thread // _ROW_CHUNKS))
-        return -(-num_rows * self.split // (self.block_size // 32))
+        rows_of_three_warps = self.block_size // 32 * self.chunks_per_thread
+        return -(-num_rows * 3 // rows_of_three_warps)
 
     def cache_blocks(self, num_tokens: int) -> int:
         """Return how many blocks write the cache rows, one warp a row."""
@@ -140,7 +141,8 @@ CANDIDATES = (
     *(MlaDecodeConfig(0, threads, 2) for threads in (144, 288, 576)),
     *(MlaDecodeConfig(0, threads, 4) for threads in (72, 144, 288)),
     *(MlaDecodeConfig(1, threads, 3) for threads in (64, 128, 256, 512)),
-    *(MlaDecodeConfig(3, threads, 1) for threads in (96, 192, 256, 384)),
+    *(MlaDecodeConfig(1, threads, 6) for threads in (64, 128, 256, 512)),
+    MlaDecodeConfig(3, 256, 1),
 )
 """What the benchmark measures and the tables choose from."""
 
@@ -173,11 +175,8 @@ def launches(problem: Any, config: MlaDecodeConfig, _gpu: DeviceInfo) -> list[La
 
 def _launch(problem: Any, config: MlaDecodeConfig, start: int, num_tokens: int) -> Launch:
     views, variant, num_heads = problem.views, problem.variant, problem.num_heads
-    cache_blocks = config.cache_blocks(num_tokens)
     magic, shift = divisor_constants(num_heads)
     values = {
-        "cache_blocks": cache_blocks,
-        "num_query_rows": num_tokens * num_heads,
         "num_heads": num_heads,
         "num_heads_magic": magic,
         "num_heads_shift": shift,
@@ -209,7 +208,7 @@ def _launch(problem: Any, config: MlaDecodeConfig, start: int, num_tokens: int) 
             for name, is_used in scales.items()
             if is_used and name not in views
         },
-        grid=cache_blocks + config.query_blocks(num_tokens * num_heads),
+        grid=config.cache_blocks(num_tokens) + config.query_blocks(num_tokens * num_heads),
         block=config.block_size,
         strides_are_64_bit=not variant.vector,
     )

@@ -80,8 +80,9 @@ _THREADS_OF_A_TASK = {
 }
 _TURNING_THREADS = 8
 
-_SEARCH_TOKENS = 256
-"""Up to here each token's warp looks through the later slots by itself (``cache_insert.cuh``)."""
+_COMPARED_TOKENS = 4096
+"""Up to here a cache block compares its slots with all later ones (``cache_insert.cuh``). Beyond,
+where that grows with the square, it takes more rows and looks them up in a table."""
 
 _MAX_TOKENS_OF_A_BLOCK = 512
 """``LastWriters::kMaxTokens``."""
@@ -151,8 +152,8 @@ class MlaPrefillConfig(Tuned):
     ) -> tuple[int, dict[str, int]]:
         """Return the blocks of a launch, and its numbers by the kernel's parameters.
 
-        Many tokens are spread over two cache blocks a multiprocessor; a block reads every later
-        slot, so there should not be many more. Of few tokens each warp of a cache block has one.
+        Each warp of a cache block has one token. A very long prompt is spread over two cache blocks
+        a multiprocessor, each of which reads every later slot.
         """
         groups = -(-num_heads // self.heads_per_task)
         num_tasks = num_tokens * groups
@@ -162,7 +163,7 @@ class MlaPrefillConfig(Tuned):
             return row_blocks, numbers
         warps = self.threads(variant) // 32
         tokens = warps
-        if num_tokens > _SEARCH_TOKENS:
+        if num_tokens > _COMPARED_TOKENS:
             spread = -(-num_tokens // (_CACHE_BLOCKS_AN_SM * num_sms))
             tokens = min(max(-(-spread // warps), 2) * warps, _MAX_TOKENS_OF_A_BLOCK)
         cache_blocks = -(-num_tokens // tokens)

@@ -40,7 +40,15 @@ class DecodeStep:
         arguments: of the call, ``out`` aside.
     """
 
-    def __init__(self, kind: str, tokens: int, heads: int, device: str = "cuda") -> None:
+    def __init__(
+        self,
+        kind: str,
+        tokens: int,
+        heads: int,
+        device: str = "cuda",
+        *,
+        scales: tuple[float, float] = (0.5, 2.0),
+    ) -> None:
         random = torch.Generator(device=device).manual_seed(tokens)
 
         def normal(*shape: int) -> torch.Tensor:
@@ -71,9 +79,9 @@ class DecodeStep:
         self.kv_cache = torch.zeros(num_blocks, BLOCK_SIZE, width, device=device, dtype=cache_type)
         self.scales: dict[str, torch.Tensor] = {}
         if self.query_fp8:
-            self.scales["q_scale_inv"] = torch.tensor([0.5], device=device)
+            self.scales["q_scale_inv"] = torch.tensor(scales[:1], device=device)
         if self.cache == "fp8":
-            self.scales["cache_scale_inv"] = torch.tensor([2.0], device=device)
+            self.scales["cache_scale_inv"] = torch.tensor(scales[1:], device=device)
         self.out = torch.empty(
             tokens,
             heads,

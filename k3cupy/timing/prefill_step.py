@@ -6,7 +6,7 @@ in L2.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from k3cupy.kernels.mla_prefill import (
 )
 from k3cupy.timing.chain import END, NONE, Chain, consumer_of, producer_of
 
-_BLOCK_SIZE = 64
+BLOCK_SIZE = 64
 _POSITIONS = 4096
 _QKV_A_WIDTH = 2112
 
@@ -102,7 +102,7 @@ class PrefillStep:
         kv = normal(tokens, heads, QK_NOPE_HEAD_DIM + V_HEAD_DIM)
         qkv_a = normal(tokens, _QKV_A_WIDTH)
         latent = _QKV_A_WIDTH - LATENT_DIM
-        num_blocks = -(-tokens // _BLOCK_SIZE)
+        num_blocks = -(-tokens // BLOCK_SIZE)
         is_ds_mla = op == KEY_CONCAT_DS_MLA
         tensors: dict[str, Any] = {
             "k_nope": kv[..., :QK_NOPE_HEAD_DIM],
@@ -114,7 +114,7 @@ class PrefillStep:
             tensors["q"] = normal(tokens, heads, QK_HEAD_DIM)
             tensors["kv_cache"] = torch.zeros(
                 num_blocks,
-                _BLOCK_SIZE,
+                BLOCK_SIZE,
                 DS_MLA_ROW_BYTES if is_ds_mla else LATENT_DIM,
                 device=device,
                 dtype=torch.bfloat16 if op == KEY_CONCAT else torch.uint8,
@@ -122,9 +122,7 @@ class PrefillStep:
             # A prompt's tokens stand side by side in blocks that may be anywhere.
             blocks = torch.randperm(num_blocks, device=device, generator=random)
             token = torch.arange(tokens, device=device)
-            tensors["slot_mapping"] = (
-                blocks[token // _BLOCK_SIZE] * _BLOCK_SIZE + token % _BLOCK_SIZE
-            )
+            tensors["slot_mapping"] = blocks[token // BLOCK_SIZE] * BLOCK_SIZE + token % BLOCK_SIZE
             if rope:
                 tensors["positions"] = token % _POSITIONS
                 angle = torch.rand(_POSITIONS, 32, device=device, generator=random) * 6.28
@@ -160,20 +158,20 @@ class PrefillStep:
         out = self.outs[0] if len(self.outs) == 1 else tuple(self.outs)
         getattr(k3cupy, self.op)(**self.arguments, out=out, config=config)
 
-    def check(self, config: MlaPrefillConfig) -> str | None:
-        """Let a configuration compute everything, and say what is wrong with it, or None.
+    def check(self, body: Callable[[], Any]) -> str | None:
+        """Let a body compute everything, and say what is wrong with it, or None.
 
         The first one is compared with the CPU reference, a sample of tokens, among them the first
         and the last; every other one with the first that was right, all bits.
         """
-        found = self._results(config)
+        found = self._results(body)
         if self._sound is None:
             wrong = self._differs_from_reference(found)
             self._sound = found if wrong is None else None
             return wrong
         for place, (got, want) in enumerate(zip(found, self._sound, strict=True)):
             if not torch.equal(got, want):
-                return f"result {place} differs from that of another configuration"
+                return f"result {place} differs from what was right before"
         return None
 
     def _differs_from_reference(self, found: Sequence[torch.Tensor]) -> str | None:
@@ -189,7 +187,7 @@ class PrefillStep:
                 return f"result {place} differs from the reference"
         return None
 
-    def _results(self, config: MlaPrefillConfig) -> list[torch.Tensor]:
+    def _results(self, body: Callable[[], Any]) -> list[torch.Tensor]:
         """Run on fresh memory and return copies of what was written, as bytes."""
         written = [*self.outs]
         if "kv_cache" in self.arguments:
@@ -200,7 +198,7 @@ class PrefillStep:
         if self._query is not None:
             self.arguments["q"].copy_(self._query)
             written.append(self.arguments["q"])
-        self.run(config)
+        body()
         return [t.contiguous().view(torch.uint8).clone() for t in written]
 
     def _expected(self, tokens: torch.Tensor) -> list[torch.Tensor]:
