@@ -256,7 +256,7 @@ def test_skinny_is_reached(
     with user_cache(tmp_path, monkeypatch, entry):
         k3cupy.low_latency_linear(x, weight, residual, weight_is_static=True)
         config = second(4, "skinny", n, k)
-        variant = skinny_gemm.Variant(has_residual=True, weight_is_static=True)
+        variant = skinny_gemm.Variant(has_residual=True, weight_is_static=True, k=k)
         assert gpu.loaded[1:] == [config.name_expression(variant)]
         ((_, arguments),) = gpu.launches[1:]
         assert residual.data_ptr() in arguments

@@ -32,7 +32,7 @@ GPUS = [
 
 
 @given(st.sampled_from(SHAPES + ODD), st.integers(1, 16), st.sampled_from(GPUS))
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_every_choice_is_valid_and_for_these_rows(
     shape: tuple[int, int], tokens: int, gpu: DeviceInfo
 ) -> None:
@@ -203,6 +203,18 @@ def test_what_is_known_of_k_when_an_instance_is_built(split: int) -> None:
             f"k3cupy::skinny_gemm_mma<__nv_bfloat16, 8, 64, 16, 3, {split}, {blocks}, "
             f"{one_round}, {whole}, true, false, false>"
         )
+
+
+def test_half_as_much_is_in_flight_where_x_comes_element_by_element() -> None:
+    for unroll, want in ((1, 1), (2, 1), (7, 4), (8, 4)):
+        config = replace(MMA, block_size=64, k_unroll=unroll)
+        edge = 32 * 2 * want
+        for k, one_round in ((edge, "true"), (edge + 32, "false")):
+            name = config.name_expression(Variant(aligned_x=False, k=k))
+            assert name == (
+                f"k3cupy::skinny_gemm_mma<__nv_bfloat16, 8, 64, 16, {want}, 1, 1, "
+                f"{one_round}, true, false, false, false>"
+            )
 
 
 def test_one_instance_serves_the_tokens_of_a_tile() -> None:

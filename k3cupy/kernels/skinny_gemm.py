@@ -191,13 +191,15 @@ class SkinnyGemmConfig(Tuned):
         flags = variant.aligned_x, variant.has_residual, variant.weight_is_static
         resident = self.blocks_per_sm if variant.aligned_x else 1
         dtype, k = CTYPES[variant.dtype], variant.k
-        sizes = self.block_size, self.outputs_per_block, self.k_unroll
+        cut = self.block_size, self.outputs_per_block
         if self.is_mma:
-            one_round = 0 < k <= _STEP * self.steps_of_round()
+            # Values that come one by one need registers: then half as many steps are in flight.
+            unroll = self.k_unroll if variant.aligned_x else -(-self.k_unroll // 2)
+            one_round = 0 < k <= _STEP * self.steps_of_round() // self.k_unroll * unroll
             whole = k > 0 and k % _STEP == 0
-            sizes = self.tile_m, *sizes, self.split_k, resident
+            sizes = self.tile_m, *cut, unroll, self.split_k, resident
             return instantiation("skinny_gemm_mma", dtype, *sizes, one_round, whole, *flags)
-        sizes = self.num_rows, *sizes, self.vector_width, resident
+        sizes = self.num_rows, *cut, self.k_unroll, self.vector_width, resident
         return instantiation("skinny_gemm", dtype, *sizes, *flags)
 
     def instance(self, variant: Variant) -> Instance:

@@ -112,7 +112,8 @@ class GemmTarget(_Target):
     def instance(self, candidate: Candidate) -> Instance:
         """Return what has to be compiled to run a candidate as a linear layer does, x packed."""
         make = KERNELS[candidate.kernel].Variant
-        variant = make(has_residual=self.residual, weight_is_static=True)
+        of_k = {"k": self.k} if candidate.kernel == SKINNY else {}
+        variant = make(has_residual=self.residual, weight_is_static=True, **of_k)
         found: Instance = candidate.config.instance(variant)
         return found
 
