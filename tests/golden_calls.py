@@ -625,7 +625,9 @@ def _skinny_calls_of_tensor_cores(call: Callable[..., GoldenCall]) -> Iterator[G
     yield call("mma, element by element, address", 5, 100, 160, row=(160, 3), dtype=FP16, **few)
     yield call("mma, a slice", 13, 100, 1024, row=(6288, 64), **many)
     yield call("mma, static weight, fp16", 13, 100, 1024, weight_is_static=True, dtype=FP16, **many)
-    yield call("mma, residual and out with row strides", 13, 100, 128, residual=107, out=160, **many)
+    yield call(
+        "mma, residual and out with row strides", 13, 100, 128, residual=107, out=160, **many
+    )
     for split, shape in ((2, (5, 100, 1024)), (4, (16, 301, 1000)), (8, (9, 100, 1000))):
         of_split = config(shape[0], split)
         yield call(f"mma, split {split}, M={shape[0]}", *shape, residual=shape[1], config=of_split)

@@ -194,7 +194,13 @@ FAULTS = (
     Fault(
         "initcheck",
         "skinny on tensor cores: x is read past its columns",
-        (Edit("skinny_gemm.cu", "token * x_row_stride + column", "token * x_row_stride + column + 8"),),
+        (
+            Edit(
+                "skinny_gemm.cu",
+                "token * x_row_stride + column",
+                "token * x_row_stride + column + 8",
+            ),
+        ),
         "skinny-mma-12x96x14-bfloat16-aligned-residual",
         r"Uninitialized __global__ memory read.*\n.*skinny_gemm_mma",
     ),

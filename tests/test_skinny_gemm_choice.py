@@ -69,7 +69,7 @@ def test_candidates_differ_and_hold_public_settings() -> None:
 
 
 def test_candidates_with_tensor_cores_differ() -> None:
-    """They are those of a tile, whatever its number of tokens; clusters only where there are any."""
+    """Those of a tile, whatever its number of tokens; clusters only where there are any."""
     for n, k in SHAPES:
         few, many = ([c for c in candidates(n, k, m, H200) if c.is_mma] for m in (2, 16))
         assert len(few) == len(many) == 16
@@ -179,7 +179,7 @@ def test_clusters_need_a_gpu_that_has_them() -> None:
 def test_how_tables_write_a_configuration(config: SkinnyGemmConfig, key: str) -> None:
     assert key_of(config) == key
     assert config_of("skinny", key) == config
-    with pytest.raises(ValueError, match="no configuration|cannot run"):
+    with pytest.raises(ValueError, match=r"no configuration|cannot run"):
         config_of("skinny", f"{key}/9")
 
 

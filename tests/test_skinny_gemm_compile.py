@@ -79,7 +79,7 @@ class Reached:
         if arch == "sm_90" and fitting_blocks(used.registers, self.config) < blocks:
             problems.append(f"{used.registers} registers, too many for {blocks} blocks")
         if self.config.is_mma and used.shared - reserved(arch) != self.config.shared_bytes:
-            problems.append(f"{used.shared} bytes of shared memory, {self.config.shared_bytes} told")
+            problems.append(f"{used.shared} bytes of shared memory, not {self.config.shared_bytes}")
         return problems
 
     def code_problems(self, program: list[Instruction], arch: str) -> list[str]:
