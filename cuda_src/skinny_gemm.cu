@@ -16,11 +16,11 @@
 //     while the predecessor ends. Dependents are released behind the wait, never earlier: one to
 //     which only its own predecessor was vouched for would overtake ours.
 //
-// The sum of an element is taken in one fixed order: a thread's vectors along K, then over the lanes
-// of a warp, then over the warps. The order depends on kBlockSize and kVectorWidth only, neither on
-// the number of tokens nor on kOutputs nor on kUnroll. The residual comes last, in fp32, before the
-// only rounding; where Out is float, nothing is rounded. A lane without a column left adds nothing:
-// NaN stays in its row.
+// The sum of an element is taken in one fixed order: there a thread's vectors along K, then over the
+// lanes of a warp, then over the warps. That order depends on kBlockSize and kVectorWidth only,
+// neither on the number of tokens nor on kOutputs nor on kUnroll. In both forms the residual comes
+// last, in fp32, before the only rounding (where Out is float, nothing is rounded), and a lane
+// without a column left adds nothing: NaN stays in its row.
 
 #include "common/chunk.cuh"
 #include "common/float32.cuh"
@@ -166,11 +166,11 @@ __global__ void __launch_bounds__(kBlockSize, kBlocksPerSm)
 // instructions a weight costs as a dot product; here it is one product for all tokens.
 //
 // A warp takes steps of 32 columns, and of these kOutputs rows of the weight. A lane loads 16 bytes
-// of one row of each eight, and 16 bytes of one token in the same columns: in these very registers
-// both are operands of the product. Its columns come in another order than in memory, in both alike.
-// The tokens are the side of 16, so that eight rows of the weight are enough for a product and
-// kOutputs may be any number; a lane without a row or a token repeats the last one, which costs no
-// byte more.
+// of one row of each eight, and 16 bytes of one token (with kTileM = 16 of two) in the same columns:
+// in these very registers both are operands of the product. Its columns come in another order than
+// in memory, in both alike. The tokens are the side of 16, so that eight rows of the weight are
+// enough for a product and kOutputs may be any number. A lane without a row or a token repeats the
+// last one: that costs no byte more, and what comes of it is not stored.
 //
 // Steps go round the warps of a block, then those of its cluster: what is requested together lies
 // side by side. The requests of kUnroll steps are in flight; where one round covers all columns
@@ -213,8 +213,7 @@ __global__ void __launch_bounds__(kBlockSize, kBlocksPerSm)
   for (int i = 0; i < kGroups; ++i) {
     const unsigned int row =
         min(first_row + min(8 * i + lane / 4, static_cast<unsigned int>(kOutputs - 1)), n - 1);
-    weight_at[i] =
-        reinterpret_cast<const char*>(weight + static_cast<long long>(row) * k + column);
+    weight_at[i] = reinterpret_cast<const char*>(weight + static_cast<long long>(row) * k + column);
     asm volatile("" : "+l"(weight_at[i]));
   }
 #pragma unroll
@@ -226,7 +225,9 @@ __global__ void __launch_bounds__(kBlockSize, kBlocksPerSm)
 
   Vector<8> weights[kUnroll][kGroups];
   Vector<8> tokens[kUnroll][kHalves];
-  // Loads step `ahead` from here into place u. Columns behind the last one are zeros.
+  // Loads what this warp multiplies `ahead` steps from now, if there is such a step, into the
+  // registers of that step. Columns behind the last one are zeros; registers of no step stay as
+  // they are, and are not multiplied.
   const auto load = [&](int ahead, const auto& load_vector, auto& vectors, const auto& at) {
     if (step + ahead * kWalkers >= steps) return;
     const bool inside = kWholeSteps || (step + ahead * kWalkers) * kStep + lane % 4 * 8 < k;
@@ -239,8 +240,9 @@ __global__ void __launch_bounds__(kBlockSize, kBlocksPerSm)
     }
   };
   const auto load_weights = [&](int ahead) {
-    load(ahead, [](auto& vector, const char* source) { load_streaming_lines(vector, source); },
-         weights, weight_at);
+    load(
+        ahead, [](auto& vector, const char* source) { load_streaming_lines(vector, source); },
+        weights, weight_at);
   };
   const auto load_tokens = [&](int ahead) {
     load(
@@ -259,7 +261,8 @@ __global__ void __launch_bounds__(kBlockSize, kBlocksPerSm)
     for (int u = 0; u < kUnroll; ++u) load_step(u);
   };
 
-  // A block of a cluster finishes kOwned of the quads of four rows; the others send their sums.
+  // A block of a cluster finishes kOwned of the quads, four rows of a token; the others send it
+  // their sums. What is in shared memory for that falls away in a block that is alone.
   constexpr int kPitch = 8 * (kGroups | 1);  // lanes that store together touch all banks
   constexpr unsigned int kRowQuads = 2 * kGroups;
   constexpr unsigned int kQuads = kTileM * kRowQuads;
@@ -269,7 +272,7 @@ __global__ void __launch_bounds__(kBlockSize, kBlocksPerSm)
   __shared__ unsigned long long inbox_full;
 
   // The thread that finishes an element also fetches what is added to it, early: the residual may be
-  // `out` itself.
+  // `out` itself. A block that is alone has kOutputs elements of each token, of a cluster its quads.
   constexpr unsigned int kElements = kSplitK > 1 ? 4 * kOwned : kTileM * kOutputs;
   constexpr unsigned int kAddends = (kElements + kBlockSize - 1) / kBlockSize;
   T addends[kHasResidual ? kAddends : 1];
@@ -346,8 +349,8 @@ __global__ void __launch_bounds__(kBlockSize, kBlocksPerSm)
   for (int i = 0; i < kGroups; ++i) {
 #pragma unroll
     for (int j = 0; j < kHalves; ++j) {
-      float2* place = reinterpret_cast<float2*>(
-          &sums[warp][8 * j + lane / 4][8 * i + lane % 4 * 2]);
+      float2* place =
+          reinterpret_cast<float2*>(&sums[warp][8 * j + lane / 4][8 * i + lane % 4 * 2]);
       *place = make_float2(sum[i][2 * j], sum[i][2 * j + 1]);
     }
   }

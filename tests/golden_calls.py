@@ -602,6 +602,38 @@ def _skinny_calls() -> Iterator[GoldenCall]:
     yield call("float32", *plain, out_dtype=F32, residual=107, out=160)
     yield call("config", *plain, config=k3cupy.SkinnyGemmConfig(5, 64, 3, 2, 8))
     yield call("config, 64-bit loads", 8, 301, 512, config=k3cupy.SkinnyGemmConfig(8, 128, 2, 1, 4))
+    dots = {"config": k3cupy.SkinnyGemmConfig(5, 64, 3, 2, 8), "residual": 107}
+    yield call("config, a slice", *plain, row=(6288, 6144), weight_is_static=True, **dots)
+    yield call("config, element by element", *plain, row=(128, 3), dtype=FP16, **dots)
+    yield from _skinny_calls_of_tensor_cores(call)
+
+
+def _skinny_calls_of_tensor_cores(call: Callable[..., GoldenCall]) -> Iterator[GoldenCall]:
+    def config(tokens: int, split_k: int = 1) -> k3cupy.SkinnyGemmConfig:
+        return k3cupy.SkinnyGemmConfig(tokens, 64, 12, 2, 8, "mma", split_k)
+
+    for tokens in (9, 12, 16):
+        yield call(f"2112 x 7168, M={tokens}", tokens, 2112, 7168)
+    for tokens in (1, 2, 4, 7, 8, 9, 12, 15, 16):
+        yield call(f"mma, M={tokens}", tokens, 100, 1024, config=config(tokens))
+    for gpu, tokens in itertools.product(GPUS[::2], (5, 16)):
+        plain = (tokens, 100, 1000)
+        of = {"gpu": gpu, "config": config(tokens)}
+        yield call(f"mma, K=1000, M={tokens}", *plain, **of)
+        yield call(f"mma in place, M={tokens}", *plain, residual=160, in_place=True, **of)
+    few, many = {"config": config(5)}, {"config": config(13)}
+    yield call("mma, one round of K", 5, 100, 128, **few)
+    yield call("mma, K=8", 5, 100, 8, **few)
+    yield call("mma, element by element, stride", 5, 100, 128, row=(6285, 0), **few)
+    yield call("mma, element by element, address", 5, 100, 160, row=(160, 3), dtype=FP16, **few)
+    yield call("mma, a slice", 13, 100, 1024, row=(6288, 64), **many)
+    yield call("mma, static weight, fp16", 13, 100, 1024, weight_is_static=True, dtype=FP16, **many)
+    yield call(
+        "mma, residual and out with row strides", 13, 100, 128, residual=107, out=160, **many
+    )
+    for split, shape in ((2, (5, 100, 1024)), (4, (16, 301, 1000)), (8, (9, 100, 1000))):
+        of_split = config(shape[0], split)
+        yield call(f"mma, split {split}, M={shape[0]}", *shape, residual=shape[1], config=of_split)
 
 
 def _linear_calls() -> Iterator[GoldenCall]:

@@ -606,11 +606,11 @@ def test_the_public_prefill_kernel_gets_what_it_takes(
 def test_sglangs_kernel_gets_what_it_takes(
     tokens: int, warps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from k3cupy.bench import decode
+    from k3cupy.bench import public
 
     small = on_no_gpu(monkeypatch)
     step = DecodeStep("fp8+fp8", tokens, 12, "cpu", scales=(1.0, 1.0))
-    decode.sglang_structure(step, pdl=True)()
+    public.sglang_epilogue(step.inputs, step.out, step.kv_cache)()
     (launched,) = small
     assert launched.name == f"k3cupy::sglang_structure<__nv_bfloat16, true, {warps}>"
     assert launched.grid == -(-tokens * 13 // warps)

@@ -380,6 +380,7 @@ def test_each_kernel_has_candidates_where_it_can_run() -> None:
         assert gemm.candidates(kernel, N, K, 4, H200)
     assert gemm.why_not("skinny", K, 17) == "x: expected at most 16 rows, got 17"
     assert gemm.candidates("skinny", N, K, 17, H200) == ()
+    assert all(config.is_mma for config in gemm.candidates("skinny", N, K, 9, H200))
     assert gemm.why_not("fused_a", 24, 4) == "x: expected K a multiple of 16, got 24"
     assert gemm.candidates("fused_a", N, 24, 4, H200) == ()
 

@@ -55,16 +55,21 @@ class Reached:
         return self.config.name_expression(self.variant)
 
     @property
+    def k_unroll(self) -> int:
+        """With tensor cores half as much, where x comes element by element."""
+        halved = self.config.is_mma and not self.variant.aligned_x
+        return -(-self.config.k_unroll // 2) if halved else self.config.k_unroll
+
+    @property
     def in_flight(self) -> int:
         """Loads of the weight in a thread's round; a lane of a product has one row of eight."""
-        config = self.config
-        rows = config.outputs_per_block
-        return config.k_unroll * (-(-rows // 8) if config.is_mma else rows)
+        rows = self.config.outputs_per_block
+        return self.k_unroll * (-(-rows // 8) if self.config.is_mma else rows)
 
     @property
     def weight_loads(self) -> int:
         """For the first round, and for the next where there is one."""
-        at_once = 32 * self.config.steps_of_round()
+        at_once = 32 * replace(self.config, k_unroll=self.k_unroll).steps_of_round()
         one_round = self.config.is_mma and 0 < self.variant.k <= at_once
         return self.in_flight * (1 if one_round else 2)
 
@@ -74,9 +79,7 @@ class Reached:
         if arch == "sm_90" and fitting_blocks(used.registers, self.config) < blocks:
             problems.append(f"{used.registers} registers, too many for {blocks} blocks")
         if self.config.is_mma and used.shared - reserved(arch) != self.config.shared_bytes:
-            problems.append(
-                f"{used.shared} bytes of shared memory, {self.config.shared_bytes} told"
-            )
+            problems.append(f"{used.shared} bytes of shared memory, not {self.config.shared_bytes}")
         return problems
 
     def code_problems(self, program: list[Instruction], arch: str) -> list[str]:

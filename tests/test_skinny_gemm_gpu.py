@@ -67,14 +67,14 @@ def test_blocks_rounds_and_widths(block_size: int, dtype: torch.dtype) -> None:
                 run_and_check(x, weight, config=config, weight_is_static=static)
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("tokens", [*TOKENS, 12, 16])
 def test_candidates_of_some_shapes(tokens: int) -> None:
     """What a tuner may measure is right, not only what is chosen."""
     gpu = devices.info(torch.cuda.current_device())
     for n, k in ((1536, 128), (2112, 7168), (333, 4224), (100, 1544)):
         x, weight = normal((tokens, k), 1, "cuda"), normal((n, k), 2, "cuda")
         residual = residual_of(tokens, n, "cuda")
-        static = VARIANT(has_residual=True, weight_is_static=True)
+        static = VARIANT(has_residual=True, weight_is_static=True, k=k)
         for config in load(candidates(n, k, tokens, gpu), static):
             out = op(x, weight, residual, config=config, weight_is_static=True)
             assert_product(out, x, weight, residual)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from fake_device import STREAM, FakeDevice
-from gemm_helpers import inputs, residual_of
+from fake_device import A100, STREAM, FakeDevice
+from gemm_helpers import inputs, residual_of, taken_for
 from helpers import FP16
 
 import k3cupy
@@ -43,6 +44,47 @@ def test_a_launch(fake_device: FakeDevice) -> None:
     assert (residual_at, residual_stride) == (0, 0)
     strides = (x_stride, residual_stride, out_stride)
     assert all(type(value) is int for value in strides), "Python ints are 64-bit arguments"
+
+
+@pytest.mark.parametrize("split", [1, 4])
+def test_a_launch_with_tensor_cores(fake_device: FakeDevice, split: int) -> None:
+    """The number of tokens is an argument; a grid is counted in clusters."""
+    config = k3cupy.SkinnyGemmConfig(11, 64, 12, 2, 8, "mma", split)
+    x, weight = inputs(11, 100, 128, strides=(136, 1))
+    out = residual_of(11, 100)
+    assert run(x, weight, out, out=out, config=config) is out
+    variant = skinny_gemm.Variant("bfloat16", True, True, True, 128)
+    assert fake_device.loaded == [config.name_expression(variant)]
+    assert fake_device.settings == {
+        "grid": 9,
+        "block": 64,
+        "pdl": True,
+        "shared_bytes": 0,
+        "cluster": split,
+    }
+    ((_, arguments),) = fake_device.launches
+    out_at = out.data_ptr()
+    assert arguments == [
+        *(weight.data_ptr(), 100, 128, x.data_ptr(), 11, 136),
+        *(out_at, 100, out_at, 100),
+    ]
+    assert {type(arguments[place]) for place in (1, 2, 4)} == {np.uint32}
+    assert {type(arguments[place]) for place in (5, 7, 9)} == {int}
+
+
+def test_clusters_are_refused_where_there_are_none() -> None:
+    """By the GPU's architecture, in a call, in its explanation and in a warm-up."""
+    config = k3cupy.SkinnyGemmConfig(5, 64, 12, 2, 8, "mma", 2)
+    x, weight = inputs(5, 100, 128)
+    text = r"^config: expected split_k of 1 on sm_80, for clusters exist from sm_90 on, got 2"
+    with taken_for(A100) as device:
+        for call in (k3cupy.skinny_gemm, k3cupy.explain_skinny_gemm):
+            with pytest.raises(ValueError, match=text):
+                call(x, weight, config=config)
+        assert device.loaded == []
+        k3cupy.skinny_gemm(x, weight, config=replace(config, split_k=1))
+        assert "skinny_gemm_mma" in device.loaded[0]
+    assert k3cupy.skinny_gemm(x, weight, config=config).shape == (5, 100), "the CPU has no clusters"
 
 
 def test_a_launch_with_a_residual_and_an_output(fake_device: FakeDevice) -> None:

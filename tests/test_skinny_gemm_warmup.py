@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 from typing import Any
 
 from click.testing import CliRunner
@@ -19,6 +20,7 @@ __all__ = ["fake_h200"]
 
 CONFIG = k3cupy.SkinnyGemmConfig(3, 64, 2, 2, 8)
 SHAPE = (2112, 7168)
+MMA = k3cupy.SkinnyGemmConfig(12, 64, 16, 2, 8, "mma")
 VARIANT = skinny_gemm.Variant
 
 
@@ -38,7 +40,8 @@ def test_warmup_compiles_what_calls_of_a_shape_will_get(fake_h200: FakeGpu) -> N
 
 def test_warmup_of_every_number_of_tokens(fake_h200: FakeGpu) -> None:
     warmup(shapes=[SHAPE])
-    assert set(fake_h200.compiled) == names_of(range(1, 9), VARIANT())
+    assert set(fake_h200.compiled) == names_of(range(1, 17), VARIANT(k=7168))
+    assert len(fake_h200.compiled) == len(set(fake_h200.compiled)), "tokens of a tile share theirs"
 
 
 def test_warmup_of_types_layouts_promises_and_residuals(fake_h200: FakeGpu) -> None:
@@ -68,8 +71,20 @@ def test_warmup_of_a_configuration(fake_h200: FakeGpu) -> None:
         assert fake_h200.compiled in ([CONFIG.name_expression(VARIANT())], []), "loaded once"
 
 
+def test_warmup_of_a_configuration_with_tensor_cores(fake_h200: FakeGpu) -> None:
+    """An instance for each K, as far as K matters: one round or more, whole steps or not."""
+    shapes = [(2112, 7168), (96, 1536), (96, 64), (2112, 7176)]
+    assert warmup(shapes=shapes, config=MMA) == 3
+    names = {MMA.name_expression(VARIANT(k=k)) for _, k in shapes}
+    assert set(fake_h200.compiled) == names
+    split = replace(MMA, split_k=2)
+    assert warmup(shapes=shapes[:1], config=split) == 1
+    assert fake_h200.compiled[-1] == split.name_expression(VARIANT(k=7168))
+
+
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("config", {"config": CONFIG, "tokens": 4}, "3"),
+    ("config", {"config": MMA, "tokens": 11}, "12"),
     ("dtype", {"dtype": "float32"}, "'float32'"),
     ("strided", {"strided": True}, "True"),
     ("batch_invariant", {"batch_invariant": True}, "True"),
@@ -93,7 +108,7 @@ def test_the_command(fake_h200: FakeGpu) -> None:
 
 def test_the_command_with_wrong_options(fake_h200: FakeGpu) -> None:
     for option, text in (
-        (("--tokens", "9"), "tokens: expected numbers from 1 to 8, got 9"),
+        (("--tokens", "17"), "tokens: expected numbers from 1 to 16, got 17"),
         (("--batch-invariant",), "batch_invariant: expected one of .* with .*, got True"),
         (("--packed",), "strided: expected one of .* with op='skinny_gemm', got False"),
     ):

@@ -18,6 +18,7 @@ from k3cupy import projections
 from k3cupy.choose import cache, gemm
 from k3cupy.choose.gemm import FUSED_A, SKINNY
 from k3cupy.choose.table import Entry
+from k3cupy.kernels import skinny_gemm
 from k3cupy.timing.products import Product
 from k3cupy.tuning import tune as tuning
 from k3cupy.tuning.engine import Effort, measure, measure_all
@@ -249,6 +250,8 @@ def test_instances_are_those_of_a_linear_layer(residual: bool) -> None:
             assert flags == ["true", "true", "true", f"{told}>"]
         else:
             assert flags[1:] == ["true", told, "true>"]
+            variant = skinny_gemm.Variant("bfloat16", True, residual, True, SHAPE[1])
+            assert name == candidate.config.name_expression(variant), "K is known"
 
 
 def test_the_preset_needs_few_instances() -> None:

@@ -194,13 +194,15 @@ class SkinnyGemmConfig(Tuned):
         resident = self.blocks_per_sm if variant.aligned_x else 1
         dtype, k = CTYPES[variant.dtype], variant.k
         of_call = *flags, *(FLOAT * variant.float32_out)
-        sizes = self.block_size, self.outputs_per_block, self.k_unroll
+        cut = self.block_size, self.outputs_per_block
         if self.is_mma:
-            one_round = 0 < k <= _STEP * self.steps_of_round()
+            # Values that come one by one need registers: then half as many steps are in flight.
+            unroll = self.k_unroll if variant.aligned_x else -(-self.k_unroll // 2)
+            one_round = 0 < k <= _STEP * self.steps_of_round() // self.k_unroll * unroll
             whole = k > 0 and k % _STEP == 0
-            tile = self.tile_m, *sizes, self.split_k, resident
+            tile = self.tile_m, *cut, unroll, self.split_k, resident
             return instantiation("skinny_gemm_mma", dtype, *tile, one_round, whole, *of_call)
-        rows = self.num_rows, *sizes, self.vector_width, resident
+        rows = self.num_rows, *cut, self.k_unroll, self.vector_width, resident
         return instantiation("skinny_gemm", dtype, *rows, *of_call)
 
     def instance(self, variant: Variant) -> Instance:

@@ -41,6 +41,9 @@ def skinny_gemm(
     or any DLPack producer, all on one CUDA device, or all on the CPU, where the same function runs
     in NumPy.
 
+    Two kernels compute it, one as dot products, for up to 8 tokens, one on tensor cores, for up to
+    16: the configuration says which. Where nothing was measured the first takes 1 and 2 tokens.
+
     Args:
         x: [M, K] bfloat16 or float16, M from 0 to 16, K a multiple of 8. Inner stride 1, row stride
             free: x may be a column slice of a wider tensor. Rows that begin at multiples of 16
