@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import k3cupy
 from k3cupy import projections
+from k3cupy.choose.gemm import fits
 from k3cupy.choose.skinny_gemm import candidates, estimate_mma_us, estimate_us
 from k3cupy.choose.table import config_of, key_of
 from k3cupy.kernels.skinny_gemm import SkinnyGemmConfig, Variant
@@ -164,6 +165,9 @@ def test_clusters_need_a_gpu_that_has_them() -> None:
     split = replace(MMA, split_k=2)
     assert split.is_valid() and split.is_valid(H200)
     assert not split.is_valid(GPUS[1])
+    assert fits("skinny", split, 16, H200) == replace(split, num_rows=16)
+    assert fits("skinny", split, 16, GPUS[1]) is None, "a table of a cache that moved"
+    assert fits("skinny", replace(MMA, product="fma"), 9, H200) is None
     assert MMA.is_valid(GPUS[1])
 
 
