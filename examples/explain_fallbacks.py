@@ -80,7 +80,7 @@ calls |= {
     "float16": (wide[:, :1536].half(), q_b.half()),
     "float32 x": (wide[:, :1536].float(), q_b),
     "65 tokens": (rand(65, 1536), q_b),
-    "K = 200": (rand(4, 200), rand(256, 200)),
+    "20 rows of K = 200": (rand(20, 200), rand(256, 200)),
     "a residual of another shape": (wide[:, :1536], q_b, rand(2304)),
     "a weight in training": (wide[:, :1536], q_b.clone().requires_grad_()),
 }

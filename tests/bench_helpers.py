@@ -45,7 +45,7 @@ def on_no_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Small]:
     """Let neighbours be launched on an H200 that is none; what is launched, in order."""
     found: list[Small] = []
 
-    def make(device: int, kernel: str, *, grid: int, block: int, pdl: bool) -> Any:
+    def make(device: int, kernel: str, *, grid: int, pdl: bool, **_: Any) -> Any:
         return lambda stream, arguments: found.append(Small(kernel, grid, pdl, list(arguments)))
 
     def load(instance: Instance, device: int) -> Any:

@@ -163,7 +163,9 @@ def skinny_cases() -> Iterator[Case]:
             weight_is_static=residual,
         )
     float32 = {"residual": True, "dtype": FP16, "out_dtype": torch.float32}
-    yield gemm_case("skinny-float32", k3cupy.skinny_gemm, (3, 51, 1096), "aligned", **float32)
+    for tokens, name in ((1, "skinny-float32"), (3, "skinny-mma-float32")):
+        shape = tokens, 51, 1096
+        yield gemm_case(name, k3cupy.skinny_gemm, shape, "aligned", **float32)
 
 
 def skinny_mma_cases() -> Iterator[Case]:

@@ -53,7 +53,7 @@ def test_every_kernel_of_every_shipped_source_runs(launches: dict[str, Launch]) 
     folder = sources.shipped()
     files = [path for path in folder.rglob("*.cu") if path.parent.name != "bench"]
     wanted = {(str(path.relative_to(folder)), name) for path in files for name in kernels_of(path)}
-    assert len(wanted) == 11
+    assert len(wanted) == 12
     assert all(path.read_text().count("__global__") == len(kernels_of(path)) for path in files)
     instances = [launch.instance for launch in launches.values()]
     ran = {(i.source, re.split(r"[:<]", i.name_expression)[2]) for i in instances}
@@ -74,7 +74,7 @@ def test_every_form_of_a_kernel_runs(launches: dict[str, Launch]) -> None:
             column.add(value)
         if name.startswith("fused_a_gemm"):
             products.add((name, values[9], values[7] != "1", values[-1]))
-    assert wide == {"fused_a_gemm", "fused_a_gemm_mapped_x", "skinny_gemm"}
+    assert wide == {"fused_a_gemm", "fused_a_gemm_mapped_x", "skinny_gemm", "skinny_gemm_mma"}
     flags = {"true", "false"}
     for name, columns in found.items():
         for i, column in enumerate(columns):

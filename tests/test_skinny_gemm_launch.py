@@ -53,7 +53,7 @@ def test_a_launch_with_tensor_cores(fake_device: FakeDevice, split: int) -> None
     x, weight = inputs(11, 100, 128, strides=(136, 1))
     out = residual_of(11, 100)
     assert run(x, weight, out, out=out, config=config) is out
-    variant = skinny_gemm.Variant("bfloat16", True, True, True, 128)
+    variant = skinny_gemm.Variant("bfloat16", True, True, True, k=128)
     assert fake_device.loaded == [config.name_expression(variant)]
     assert fake_device.settings == {
         "grid": 9,

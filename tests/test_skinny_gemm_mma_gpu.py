@@ -63,8 +63,7 @@ def test_every_number_of_tokens(dtype: torch.dtype, residual: bool) -> None:
             run_and_check(x, weight, residual=added, config=config)
 
 
-@each_dtype
-@pytest.mark.parametrize("tokens", [3, 14])
+@pytest.mark.parametrize(("tokens", "dtype"), [(3, BF16), (14, FP16)], ids=str)
 def test_where_k_ends(tokens: int, dtype: torch.dtype) -> None:
     """Inside a step, behind a step, behind a round, inside the next; with idle warps too."""
     for base in (EVEN, replace(EVEN, split_k=2)):
@@ -90,11 +89,11 @@ def test_where_n_ends(outputs: int) -> None:
 
 
 @each_dtype
-@pytest.mark.parametrize("tokens", [1, 8, 9, 16])
+@pytest.mark.parametrize("tokens", [8, 13])
 def test_clusters(tokens: int, dtype: torch.dtype) -> None:
     """Also such whose blocks have no step at all, or quads of sums that fill no share."""
     n = 61
-    for base, k in itertools.product(BASES, (40, 1000, 2048)):
+    for base, k in itertools.product((EVEN, ODD), (40, 1000)):
         drafts = [replace(config, num_rows=tokens) for config in splits_of(base)]
         for config in load(drafts, dtype, k=k, has_residual=True):
             x, weight = inputs(tokens, n, k, "cuda", seed=config.split_k, dtype=dtype)
@@ -133,8 +132,8 @@ def test_one_token_of_any_stride() -> None:
 def test_in_place(dtype: torch.dtype) -> None:
     """The thread that writes an element is the one that has read it, in a cluster too."""
     n, k = 83, 1000
-    for tokens, base in itertools.product((4, 16), BASES):
-        drafts = [replace(config, num_rows=tokens) for config in splits_of(base)]
+    for tokens in (4, 16):
+        drafts = [replace(config, num_rows=tokens) for config in splits_of(ODD)]
         for config in load(drafts, dtype, k=k, has_residual=True):
             x, weight = inputs(tokens, n, k, "cuda", dtype=dtype)
             out = residual_of(tokens, n, "cuda", dtype=dtype)
@@ -185,11 +184,11 @@ def test_subnormal_values_and_large_sums() -> None:
 
 
 @each_dtype
-@pytest.mark.parametrize("split", [1, 2, 8])
+@pytest.mark.parametrize("split", [1, 4])
 def test_a_row_has_the_same_bits_for_every_number_of_tokens(split: int, dtype: torch.dtype) -> None:
     """With equal block size and split; neither outputs a block nor the unrolling matter."""
-    n, cuts = 77, ((8, 1), (12, 2), (27, 3), (40, 1))
-    for block_size, k in ((64, 136), (96, 2048), (224, 7168)):
+    n, cuts = 77, ((12, 1), (27, 3), (40, 2))
+    for block_size, k in ((64, 1000), (224, 7168)):
         one = SkinnyGemmConfig(1, block_size, 8, 1, 8, "mma", split)
         if not load([one], dtype, k=k, has_residual=True):
             pytest.skip("has no clusters")
@@ -283,5 +282,5 @@ def test_a_configuration_of_the_caller_is_the_one_that_runs() -> None:
     x, weight = inputs(1, 48, 256, "cuda")
     decision = k3cupy.explain_skinny_gemm(x, weight, config=ONE, weight_is_static=True)
     assert decision.config == ONE
-    variant = Variant("bfloat16", True, False, True, 256)
+    variant = Variant("bfloat16", True, False, True, k=256)
     assert decision.name_expression == ONE.name_expression(variant)

@@ -309,8 +309,8 @@ H200 = DeviceInfo(0, "NVIDIA H200", (9, 0), 132, 232_448)
 @pytest.mark.parametrize(
     ("shape", "tokens", "invariant", "plan", "why_none"),
     [
-        ((64, 256), range(1, 65), False, "skinny 1-2, fused_a 3-64", ""),
-        ((64, 256), [3, 16], False, "fused_a 3-16", ""),
+        ((64, 256), range(1, 65), False, "skinny 1-16, fused_a 17-64", ""),
+        ((64, 256), [17, 32], False, "fused_a 17-32", ""),
         ((8192, 256), [33, 64], False, "F.linear 33-64", "not measured here"),
         (
             (64, 250),

@@ -250,7 +250,7 @@ def test_instances_are_those_of_a_linear_layer(residual: bool) -> None:
             assert flags == ["true", "true", "true", f"{told}>"]
         else:
             assert flags[1:] == ["true", told, "true>"]
-            variant = skinny_gemm.Variant("bfloat16", True, residual, True, SHAPE[1])
+            variant = skinny_gemm.Variant("bfloat16", True, residual, True, k=SHAPE[1])
             assert name == candidate.config.name_expression(variant), "K is known"
 
 
