@@ -66,7 +66,7 @@ def test_candidates_differ_and_hold_public_settings() -> None:
             if most < 12:
                 continue
             assert len({c.block_size for c in found}) >= 3, f"{n} x {k}, M = {tokens}"
-            assert len({c.outputs_per_block for c in found}) >= 3, f"{n} x {k}, M = {tokens}"
+            assert len({c.outputs_per_block for c in found}) >= 2, f"{n} x {k}, M = {tokens}"
     settings = [
         (c.block_size, c.outputs_per_block, c.k_unroll) for c in candidates(*FUSED_QKV_A, 1, H200)
     ]
@@ -84,7 +84,7 @@ def test_candidates_with_tensor_cores_differ() -> None:
         ]
         if min(n, k) >= 768:  # a narrow weight is cut into as many blocks as there are
             assert len({c.block_size for c in few}) >= 4, f"{n} x {k}"
-            assert len({c.outputs_per_block for c in few}) >= 4, f"{n} x {k}"
+            assert len({c.outputs_per_block for c in few}) >= 3, f"{n} x {k}"
     assert any(c.split_k > 1 for c in candidates(*FUSED_QKV_A, 4, H200))
     assert all(c.split_k == 1 for c in candidates(*FUSED_QKV_A, 4, GPUS[1]))
 
