@@ -70,7 +70,7 @@ def test_every_form_of_a_kernel_runs(launches: dict[str, Launch]) -> None:
         for column, value in zip(columns, values, strict=True):
             column.add(value)
         if name.startswith("fused_a_gemm"):
-            products.add((name, values[9], values[7] != "1", values[-1]))
+            products.add((name, values[10], values[7] != "1", values[-1]))
     flags = {"true", "false"}
     for name, columns in found.items():
         for i, column in enumerate(columns):

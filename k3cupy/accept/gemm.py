@@ -146,7 +146,7 @@ def accept(
         outputs=(Output(signature.out, "out", (num_tokens, n), x.dtype),),
         updated=(),
         in_place=(RESIDUAL,),
-        slow_reason=checks.misalignment(signature.x, x, strides_are_64_bit=True),
+        slow_reason=checks.misalignment(signature.x, x),
         signature=signature,
         n=n,
         k=k,

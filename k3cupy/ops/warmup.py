@@ -223,8 +223,8 @@ def _fused_a_gemm(
             for each, far, static, wide in itertools.product(
                 chosen, apart, _several(weight_is_static), _several(vector)
             ):
-                variant = fused_a_gemm.Variant(wide and not far, wide, static, adds)
-                yield from _fused_a_instances(each, variant)
+                variant = fused_a_gemm.Variant(wide, static, adds)
+                yield from _fused_a_instances(each, variant, far)
 
     return wanted
 
@@ -238,12 +238,11 @@ def _chosen(kernel: str, products: Any, gpu: DeviceInfo, adds: bool, invariant: 
 
 
 def _fused_a_instances(
-    config: FusedAGemmConfig, variant: fused_a_gemm.Variant
+    config: FusedAGemmConfig, variant: fused_a_gemm.Variant, strided: bool
 ) -> Iterator[Instance]:
     """Yield what calls run; the copy engine cannot fetch every x whose rows lie apart."""
-    if config.mapped_x and variant.aligned_x:
-        yield config.instance(variant)
-    if not (config.mapped_x and variant.packed):
+    yield config.instance(variant)
+    if strided and config.mapped_x:
         yield config.with_copy_warps().instance(variant)
 
 
@@ -299,9 +298,8 @@ def _low_latency_linear(
                         skinny_gemm.Variant(has_residual=adds, weight_is_static=static)
                     )
                 elif found.kernel == FUSED_A:
-                    for packed in (True,) if count == 1 else (True, False):
-                        variant = fused_a_gemm.Variant(packed, True, static, adds)
-                        yield from _fused_a_instances(found.config, variant)
+                    variant = fused_a_gemm.Variant(True, static, adds)
+                    yield from _fused_a_instances(found.config, variant, count > 1)
 
     return wanted
 
