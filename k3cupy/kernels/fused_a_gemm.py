@@ -150,7 +150,9 @@ class FusedAGemmConfig(Tuned):
         One a warp along K, but four at least with products of a warpgroup, where there are the
         registers: then 64 tokens may share the order of a few. Who fetches x does not matter.
         """
-        own = max(_PARTIALS // self.warps_k, 1) if self.needs_warpgroups else 1
+        if self.product == WARP:
+            return self.warps_k
+        own = max(_PARTIALS // self.warps_k, 1)
         registers = self.with_copy_warps()._registers - _REGISTERS_BESIDE_PARTIALS
         while own > 1 and own * self._sums > registers:
             own //= 2
@@ -262,7 +264,7 @@ class FusedAGemmConfig(Tuned):
         each = self.shared_bytes + _RESERVED_SHARED
         by_memory = (device.shared_memory_optin + _RESERVED_SHARED) // each
         most = min(by_memory, 2048 // self.block_size)
-        if not self.needs_warpgroups:
+        if self.product == WARP:
             return most
         registers = self.partials // self.warps_k * self._sums + _REGISTERS_BESIDE_PARTIALS
         return min(most, _REGISTERS_PER_SM // (registers * self.block_size))
