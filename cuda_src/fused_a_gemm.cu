@@ -30,7 +30,7 @@
 // then come the blocks of the cluster. It depends on kPartials and kSplitK, but not on the number of
 // tokens, nor on the tile, the warps that share it, the depth of the rings or kProduct: of a step, the
 // tensor cores of sm_90 make the same bits of a warp's product and of a warpgroup's, as tests show.
-// The residual comes last, in fp32, before the only rounding.
+// The residual comes last, in fp32, before the only rounding; where Out is float, nothing is rounded.
 
 #include <cuda_bf16.h>
 
@@ -56,10 +56,10 @@ __device__ __forceinline__ void init_barriers(const BlockMemory<Tile>& memory,
 }
 
 // What both kernels below do; x knows how it is fetched.
-template <typename Tile, bool kWeightIsStatic, bool kHasResidual, typename X>
+template <typename Tile, bool kWeightIsStatic, bool kHasResidual, typename X, typename Out>
 __device__ __forceinline__ void compute_tile(const __nv_bfloat16* weight, unsigned int n,
                                              unsigned int k, X x, unsigned int num_tokens,
-                                             TokenRows<__nv_bfloat16> out,
+                                             TokenRows<Out> out,
                                              TokenRows<const __nv_bfloat16> residual,
                                              unsigned int block_rows) {
   extern __shared__ __align__(1024) char shared[];
@@ -79,7 +79,7 @@ __device__ __forceinline__ void compute_tile(const __nv_bfloat16* weight, unsign
     x.template fetch<Tile>(share, memory.x, out.data, threadIdx.x - 32 * Tile::kFirstXWarp);
   }
 
-  StoredShare<Tile, kHasResidual> stored(share, out, residual, num_tokens);
+  StoredShare<Tile, kHasResidual, Out> stored(share, out, residual, num_tokens);
   stored.load();
   __syncthreads();
   store_sums(stored, memory);
@@ -87,32 +87,31 @@ __device__ __forceinline__ void compute_tile(const __nv_bfloat16* weight, unsign
 
 template <int kTileM, int kTileN, int kTileK, int kStages, int kStagesX, int kWarpsK, int kWarpsN,
           int kSplitK, int kPartials, int kCopyWarps, Product kProduct, bool kAlignedX,
-          bool kWeightIsStatic, bool kHasResidual>
+          bool kWeightIsStatic, bool kHasResidual, typename Out = __nv_bfloat16>
 __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
     fused_a_gemm(const __nv_bfloat16* weight, unsigned int n, unsigned int k,
-                 const __nv_bfloat16* x, unsigned int num_tokens, long long x_row_stride,
-                 __nv_bfloat16* out, long long out_row_stride, const __nv_bfloat16* residual,
+                 const __nv_bfloat16* x, unsigned int num_tokens, long long x_row_stride, Out* out,
+                 long long out_row_stride, const __nv_bfloat16* residual,
                  long long residual_row_stride, unsigned int block_rows) {
   compute_tile<Tile<kTileM, kTileN, kTileK, kStages, kStagesX, kWarpsK, kWarpsN, kSplitK, kPartials,
                     kCopyWarps, kProduct, false>,
                kWeightIsStatic, kHasResidual>(
       weight, n, k, PointedX<kAlignedX>{x, x_row_stride, num_tokens}, num_tokens,
-      {out, out_row_stride}, {residual, residual_row_stride}, block_rows);
+      TokenRows<Out>{out, out_row_stride}, {residual, residual_row_stride}, block_rows);
 }
 
 template <int kTileM, int kTileN, int kTileK, int kStages, int kStagesX, int kWarpsK, int kWarpsN,
           int kSplitK, int kPartials, int kCopyWarps, Product kProduct, bool kWeightIsStatic,
-          bool kHasResidual>
+          bool kHasResidual, typename Out = __nv_bfloat16>
 __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + kCopyWarps + 1))
     fused_a_gemm_mapped_x(const __nv_bfloat16* weight, unsigned int n, unsigned int k,
                           const __grid_constant__ TensorMap x_map, unsigned int num_tokens,
-                          __nv_bfloat16* out, long long out_row_stride,
-                          const __nv_bfloat16* residual, long long residual_row_stride,
-                          unsigned int block_rows) {
+                          Out* out, long long out_row_stride, const __nv_bfloat16* residual,
+                          long long residual_row_stride, unsigned int block_rows) {
   compute_tile<Tile<kTileM, kTileN, kTileK, kStages, kStagesX, kWarpsK, kWarpsN, kSplitK, kPartials,
                     kCopyWarps, kProduct, true>,
                kWeightIsStatic, kHasResidual>(weight, n, k, MappedX{&x_map}, num_tokens,
-                                              {out, out_row_stride},
+                                              TokenRows<Out>{out, out_row_stride},
                                               {residual, residual_row_stride}, block_rows);
 }
 

@@ -19,7 +19,8 @@
 // The sum of an element is taken in one fixed order: a thread's vectors along K, then over the lanes
 // of a warp, then over the warps. The order depends on kBlockSize and kVectorWidth only, neither on
 // the number of tokens nor on kOutputs nor on kUnroll. The residual comes last, in fp32, before the
-// only rounding. A lane without a column left adds nothing: NaN stays in its row.
+// only rounding; where Out is float, nothing is rounded. A lane without a column left adds nothing:
+// NaN stays in its row.
 
 #include "common/chunk.cuh"
 #include "common/float32.cuh"
@@ -30,10 +31,11 @@
 namespace k3cupy {
 
 template <typename T, int kNumRows, int kBlockSize, int kOutputs, int kUnroll, int kVectorWidth,
-          int kBlocksPerSm, bool kAlignedX, bool kHasResidual, bool kWeightIsStatic>
+          int kBlocksPerSm, bool kAlignedX, bool kHasResidual, bool kWeightIsStatic,
+          typename Out = T>
 __global__ void __launch_bounds__(kBlockSize, kBlocksPerSm)
     skinny_gemm(const T* weight, unsigned int n, unsigned int k, const T* x, long long x_row_stride,
-                const T* residual, long long residual_row_stride, T* out,
+                const T* residual, long long residual_row_stride, Out* out,
                 long long out_row_stride) {
   constexpr int kSums = kNumRows * kOutputs;
   constexpr int kWarps = kBlockSize / kLanes;
@@ -153,7 +155,7 @@ __global__ void __launch_bounds__(kBlockSize, kBlocksPerSm)
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) total = add(total, sums[w][threadIdx.x]);
     if constexpr (kHasResidual) total = add(total, addend);
-    out[token * out_row_stride + row] = static_cast<T>(total);
+    out[token * out_row_stride + row] = static_cast<Out>(total);
   }
 }
 

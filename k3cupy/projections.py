@@ -1,4 +1,4 @@
-"""Which weights there are: the linear projections of Kimi-K3, and those of a model of the user."""
+"""Which weights there are: the linear projections of named models, and of a model of the user."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from k3cupy.runtime.tensors import pytorch
 Shapes = tuple[tuple[int, int], ...]
 """(N, K) of weights, each once."""
 
-_MODEL = "kimi-k3"
+MODELS = ("kimi-k3", "deepseek-v3", "glm-5.2")
+"""The models whose projections are known; the first is meant where none is named."""
+
 _DEGREE = re.compile(r"\bTP(\d+)\b")
+_REPLICATED = "(replicated)"
 
 
 @dataclass(frozen=True)
@@ -50,41 +53,44 @@ class StridedCase(Projection):
     offset: int
 
 
-def shapes() -> tuple[Projection, ...]:
-    """Return every projection shape of Kimi-K3 at the usual degrees of tensor parallelism.
+def shapes(model: str = MODELS[0]) -> tuple[Projection, ...]:
+    """Return every projection shape of a model at the usual degrees of tensor parallelism.
+
+    Args:
+        model: one of ``MODELS``; Kimi-K3 by default.
 
     Example:
         >>> {(p.n, p.k): p.name for p in shapes()}[2112, 7168]
         'fused_qkv_a_proj (replicated)'
     """
-    return tuple(Projection(**fields) for fields in _read()["shapes"])
+    return tuple(Projection(**fields) for fields in _read(model)["shapes"])
 
 
 def strided_cases() -> tuple[StridedCase, ...]:
-    """Return the projections that read a slice of a wider tensor.
+    """Return the projections of Kimi-K3 that read a slice of a wider tensor.
 
     Example:
         >>> [case.source_row_width for case in strided_cases()]
         [6288, 2112]
     """
-    return tuple(StridedCase(**fields) for fields in _read()["strided_cases"])
+    return tuple(StridedCase(**fields) for fields in _read(MODELS[0])["strided_cases"])
 
 
 def preset_names() -> tuple[str, ...]:
     """Return the names that ``preset_shapes`` takes.
 
     Example:
-        >>> preset_names()
-        ('kimi-k3', 'kimi-k3-tp4', 'kimi-k3-tp8', 'kimi-k3-tp16')
+        >>> preset_names()[:5]
+        ('kimi-k3', 'kimi-k3-tp4', 'kimi-k3-tp8', 'kimi-k3-tp16', 'deepseek-v3')
     """
-    degrees = {degree for p in shapes() for degree in _degrees(p.name)}
-    return (_MODEL, *(f"{_MODEL}-tp{degree}" for degree in sorted(degrees)))
+    return tuple(name for model in MODELS for name in _presets(model))
 
 
 def preset_shapes(name: str) -> Shapes:
     """Return (N, K) of the local weights of a model at one degree of tensor parallelism.
 
-    Layers that every GPU holds whole belong to every degree; ``kimi-k3`` is all of them together.
+    Layers that every GPU holds whole belong to every degree; ``kimi-k3`` is all of them together,
+    and so is each model's name.
 
     Args:
         name: one of ``preset_names()``.
@@ -98,17 +104,24 @@ def preset_shapes(name: str) -> Shapes:
     """
     if name not in preset_names():
         reject("preset", " or ".join(preset_names()), shown(name))
-    wanted = name.removeprefix(_MODEL).removeprefix("-tp")
-    found = (
-        (p.n, p.k)
-        for p in shapes()
-        if not wanted or not _degrees(p.name) or int(wanted) in _degrees(p.name)
-    )
-    return tuple(dict.fromkeys(found))
+    return next(presets[name] for presets in map(_presets, MODELS) if name in presets)
 
 
-def _degrees(name: str) -> list[int]:
-    return [int(degree) for degree in _DEGREE.findall(name)]
+@functools.cache
+def _presets(model: str) -> dict[str, Shapes]:
+    """Return the presets of a model by their names, all degrees together first."""
+    every = shapes(model)
+    named = [frozenset(map(int, _DEGREE.findall(p.name))) for p in every]
+    found = {model: tuple(dict.fromkeys((p.n, p.k) for p in every))}
+    for degree in sorted(frozenset().union(*named)):
+        found[f"{model}-tp{degree}"] = tuple(
+            dict.fromkeys(
+                (p.n, p.k)
+                for p, degrees in zip(every, named, strict=True)
+                if not degrees or degree in degrees or _REPLICATED in p.name
+            )
+        )
+    return found
 
 
 def module_shapes(module: Any) -> Shapes:
@@ -162,6 +175,7 @@ def _of_layers(module: Any, torch: Any) -> Iterator[tuple[int, int]]:
 
 
 @functools.cache
-def _read() -> Any:
-    place = resources.files("k3cupy").joinpath("data/kimi_k3_projections.json")
+def _read(model: str) -> Any:
+    file = f"data/{re.sub('[-.]', '_', model)}_projections.json"
+    place = resources.files("k3cupy").joinpath(file)
     return json.loads(place.read_text(encoding="utf-8"))

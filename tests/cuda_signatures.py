@@ -27,11 +27,13 @@ class Signature:
         kernel: its name, without the namespace.
         template: names of the template's parameters.
         parameters: of the kernel, in order.
+        defaults: how many of the template's parameters, the last ones, may be left out.
     """
 
     kernel: str
     template: tuple[str, ...]
     parameters: tuple[Parameter, ...]
+    defaults: int = 0
 
     def swapped(self, first: int, second: int) -> Signature:
         """The kernel with two parameters in each other's place."""
@@ -53,8 +55,9 @@ def signatures(source: str) -> dict[str, Signature]:
         parameters = rest[start + 1 : _end_of(rest, start)]
         signature = Signature(
             kernel=rest[:start].strip(),
-            template=tuple(_parameter(part).name for part in match[1].split(",")),
+            template=tuple(_parameter(part.split("=")[0]).name for part in match[1].split(",")),
             parameters=tuple(_parameter(part) for part in _split(parameters)),
+            defaults=match[1].count("="),
         )
         found[signature.kernel] = signature
     return found

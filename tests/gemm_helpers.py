@@ -20,8 +20,11 @@ from k3cupy.runtime import devices
 from k3cupy.runtime.devices import DeviceInfo
 
 TOKENS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64)
-ROUNDING = {BF16: 2**-8, FP16: 2**-11}
-FROBENIUS = {dtype: 0.64 * rounding for dtype, rounding in ROUNDING.items()}
+FLOAT32 = torch.float32
+ROUNDING = {BF16: 2**-8, FP16: 2**-11, FLOAT32: 2**-24}
+FROBENIUS = {BF16: 0.64 * 2**-8, FP16: 0.64 * 2**-11, FLOAT32: 2**-18}
+"""In float32 the error is that of the sums alone, far below a rounding to 16 bits."""
+
 _ENOUGH_COLUMNS = 200
 """From here on the error of a row is an average: rounding alone gives 0.43 of its bound."""
 
@@ -119,24 +122,25 @@ def assert_product(
     x: torch.Tensor,
     weight: torch.Tensor,
     residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> None:
     """Finite, each row close as a whole, each element within rounding and accumulation."""
     added = torch.zeros_like(out) if residual is None else residual
     want, got = product(x, weight) + added, out.double()
     assert tuple(out.shape) == tuple(want.shape)
-    assert out.dtype == x.dtype
+    assert out.dtype == (out_dtype or x.dtype)
     assert torch.isfinite(got).all(), "an element is not finite"
     error = (got - want).abs()
     # One error in fp32 for each of the K / 16 steps, and some for the sums of warps and blocks.
     steps = x.shape[1] / 16 + 64
     largest = product(x.abs(), weight.abs()) + added.abs()
-    limit = want.abs() * ROUNDING[x.dtype] + largest * steps * 2**-23
+    limit = want.abs() * ROUNDING[out.dtype] + largest * steps * 2**-23
     worst = int((error - limit).argmax())
     place = divmod(worst, want.shape[1])
     assert (error <= limit).all(), f"element {place}: {got[place]} for {want[place]}"
     if want.shape[1] >= _ENOUGH_COLUMNS:
         relative = error.norm(dim=1) / want.norm(dim=1)
-        assert relative.max() < FROBENIUS[x.dtype], (
+        assert relative.max() < FROBENIUS[out.dtype], (
             f"row {int(relative.argmax())}: {relative.max()}"
         )
 
@@ -146,6 +150,7 @@ def assert_any_product(
     x: torch.Tensor,
     weight: torch.Tensor,
     residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> None:
     """Each element is the rounding of a number within the error of its sum, whatever goes into it.
 
@@ -153,7 +158,7 @@ def assert_any_product(
     Where the sum of the sizes leaves fp32, the order decides, and anything may come out.
     """
     assert tuple(out.shape) == (x.shape[0], weight.shape[0])
-    assert out.dtype == x.dtype
+    assert out.dtype == (out_dtype or x.dtype)
     out, x, weight = out.cpu(), x.cpu(), weight.cpu()
     added = torch.zeros_like(out) if residual is None else residual.cpu()
     finite_x, finite_w, finite_r = (
@@ -216,7 +221,8 @@ def run_and_check(
 ) -> torch.Tensor:
     """Run twice, once into a guarded `out`; compare everything, the inputs' bits included."""
     shape = (x.shape[0], weight.shape[0])
-    box = Guarded(shape, x.dtype, x.device.type, strides=out_strides, shift=shift)
+    kind = options.get("out_dtype")
+    box = Guarded(shape, kind or x.dtype, x.device.type, strides=out_strides, shift=shift)
     read = [x, weight] if residual is None else [x, weight, residual]
     before, saved = box.snapshot(), [oracle.bits(t).clone() for t in read]
     options["residual"] = residual
@@ -225,7 +231,7 @@ def run_and_check(
     out = operation(x, weight, **options)
     assert out.is_contiguous()
     assert out.device == x.device
-    assert_product(out, x, weight, residual)
+    assert_product(out, x, weight, residual, kind)
     same_bits(box.tensor, out, "out= and a new output")
     for tensor, bits in zip(read, saved, strict=True):
         oracle.assert_same_bits(oracle.bits(tensor), bits, "input")
@@ -280,7 +286,8 @@ class Gemm:
     def flags_of(self, name_expression: str) -> dict[str, bool]:
         """The flags among the template arguments of an instance, by name."""
         names = self.template_flags
-        values = name_expression.removesuffix(">").split(", ")[-len(names) :]
+        values = name_expression.removesuffix(">").removesuffix(", float").split(", ")
+        values = values[-len(names) :]
         words = {"true": True, "false": False}
         return {name: words[value] for name, value in zip(names, values, strict=True)}
 

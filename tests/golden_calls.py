@@ -462,7 +462,8 @@ def _gemm(
         if residual is not None:
             found["residual"] = tensor(tokens, n, dtype=dtype, strides=(residual, 1))
         if out is not None:
-            found["out"] = tensor(tokens, n, dtype=dtype, strides=(out, 1), offset=8)
+            kind = options.get("out_dtype") or dtype
+            found["out"] = tensor(tokens, n, dtype=kind, strides=(out, 1), offset=8)
         if in_place:
             found["out"] = found["residual"]
         return {**found, **options}
@@ -541,6 +542,7 @@ def _fused_a_calls() -> Iterator[GoldenCall]:
         yield call(f"config, {name}, K=272", 16, 200, 272, config=config, residual=207, out=240)
         yield call(f"config, {name}, one row", 1, 200, 512, config=config, row=(3, 0))
         yield call(f"config, {name}, element by element", 5, 200, 512, config=config, row=(515, 0))
+    yield call("float32", *plain, out_dtype=F32, residual=107)
     yield call("config, mapped, rows that overlap", 9, 200, 512, config=_MAPPED, row=(64, 0))
     for gpu in (A100, RTX_4090, RTX_5090):
         yield call("config, warps", 9, 200, 512, config=_WARPS, gpu=gpu)
@@ -597,6 +599,7 @@ def _skinny_calls() -> Iterator[GoldenCall]:
     yield call("out with a row stride", *plain, out=160)
     yield call("residual with a row stride, fp16", *plain, residual=107, dtype=FP16)
     yield call("in place", *plain, residual=160, in_place=True)
+    yield call("float32", *plain, out_dtype=F32, residual=107, out=160)
     yield call("config", *plain, config=k3cupy.SkinnyGemmConfig(5, 64, 3, 2, 8))
     yield call("config, 64-bit loads", 8, 301, 512, config=k3cupy.SkinnyGemmConfig(8, 128, 2, 1, 4))
 
@@ -632,6 +635,7 @@ def _linear_calls() -> Iterator[GoldenCall]:
         ("static weight", (4, 1536, 128), {"weight_is_static": True}),
         ("another stream", (4, 1536, 128), {"stream": OTHER_STREAM, "residual": 1536}),
         ("pages of one row", (1, 2304, 1536), {"row": (2**40, 0)}),
+        ("float32", (4, 1536, 128), {"out_dtype": F32, "residual": 1601}),
     ):
         yield call(attempt, name, *shape, **given)
     for tokens in (1, 16, 64, 65, 130, 200):
@@ -646,6 +650,8 @@ def _linear_calls() -> Iterator[GoldenCall]:
                 batch_invariant=True,
                 **given,
             )
+    slices = (130, 1536, 128)
+    yield call(attempt, "batch-invariant, float32", *slices, batch_invariant=True, out_dtype=F32)
     for gpu in (A100, B200, RTX_5090):
         yield call(attempt, "batch-invariant, M=100", 100, 1536, 128, gpu=gpu, batch_invariant=True)
     for tokens in (1, 16, 64):

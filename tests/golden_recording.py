@@ -221,7 +221,8 @@ def wrong_types(launch: Launch, known: Signatures) -> list[str]:
     """Say which arguments of a launch do not have the types of the kernel's parameters."""
     signature = signature_of(launch, known)
     _, given = template_arguments(launch.instance.name_expression)
-    flags = dict(zip(signature.template, given, strict=True))
+    assert 0 <= len(signature.template) - len(given) <= signature.defaults, "template arguments"
+    flags = dict(zip(signature.template, given, strict=False))
     if len(launch.arguments) != len(signature.parameters):
         return [f"{len(launch.arguments)} arguments for {len(signature.parameters)} parameters"]
     found = []

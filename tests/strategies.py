@@ -408,9 +408,12 @@ def gemm_cases(
     if (operation == DSV3_OP and (to_be_spoiled or order != SGLANG or draw(st.booleans()))) or (
         operation not in (*LINEAR_OPS, DSV3_OP) and (to_be_spoiled or draw(st.booleans()))
     ):
-        out = Guarded((tokens, n), dtype, **layouts.of_rows(draw, tokens, n))
+        kind = options.get("out_dtype") or dtype
+        width = kind.itemsize
+        out = Guarded((tokens, n), kind, **layouts.of_rows(draw, tokens, n, itemsize=width))
     if operation != DSV3_OP and (to_be_spoiled or draw(st.booleans())):
-        if out is not None and not to_be_spoiled and draw(st.booleans()):
+        may_be_it = out is not None and not to_be_spoiled and out.dtype == dtype
+        if may_be_it and draw(st.booleans()):
             out.tensor.view(torch.int16).copy_(added.view(torch.int16))
             tensors["residual"] = out.tensor
         else:
@@ -446,6 +449,8 @@ def _options_of(draw: st.DrawFn, operation: str, config: Any, device: str) -> di
         return {"enable_pdl": draw(st.booleans())}
     by_rule = device == "cuda" and config is None and operation != SKINNY_OP
     options: dict[str, Any] = {"weight_is_static": not by_rule and draw(st.booleans())}
+    if device == "cpu" and draw(st.booleans()):  # of a GPU's each is compiled
+        options["out_dtype"] = torch.float32
     if operation in LINEAR_OPS:
         return options | {"batch_invariant": draw(st.sampled_from((None, False)))}
     options |= {"pdl": draw(PDL)}

@@ -297,8 +297,14 @@ ASKED = [
     ),
     ("prefill", OF_PREFILL, [(OPS, TOKENS[MLA_PREFILL], 12, False)]),
     ("gemm --shape 2112x7168 --tokens 3", OF_GEMM, [(((2112, 7168),), (3,))]),
-    ("gemm", OF_GEMM, [([(p.n, p.k) for p in projections.shapes()], TOKEN_CLASSES)]),
+    ("gemm", OF_GEMM, [(projections.preset_shapes("kimi-k3"), TOKEN_CLASSES)]),
+    ("gemm --preset glm-5.2", OF_GEMM, [(projections.preset_shapes("glm-5.2"), TOKEN_CLASSES)]),
     ("linear --shape 2112x7168", "linear_h200_bars", [(((2112, 7168),), tuple(range(1, 17)))]),
+    (
+        "linear --preset deepseek-v3-tp8",
+        "linear_h200_bars",
+        [(projections.preset_shapes("deepseek-v3-tp8"), tuple(range(1, 17)))],
+    ),
 ]
 
 

@@ -24,6 +24,7 @@ from toolchain_helpers import FakeGpu, FakeRuntimeError, fake_gpu
 
 import k3cupy
 from k3cupy.cli import main
+from k3cupy.projections import preset_shapes
 from k3cupy.runtime import config, devices, toolchain
 from k3cupy.runtime.devices import DeviceInfo
 
@@ -335,6 +336,7 @@ def test_warmup_without_a_gpu_is_one_clear_line(options: tuple[str, ...]) -> Non
         (("--op", "mla_train"), "op", "'mla_train'"),
         (("--op", "mla_prefill", "--query-fp8"), "query_fp8", "True"),
         (("--op", "mla_prefill", "--kv-inputs-ready"), "kv_inputs_ready", "True"),
+        (("--out-dtype", "float32"), "out_dtype", "'float32'"),
     ],
 )
 def test_warmup_with_wrong_options_is_one_clear_line(
@@ -352,6 +354,22 @@ def test_warmup_compiles_for_promises_formats_and_layouts(gpu: FakeGpu) -> None:
     (name,) = gpu.compiled
     assert name.startswith("k3cupy::mla_decode_epilogue<__half, true, k3cupy::CacheFormat::kSame")
     assert ", false, true, false, " in name, "no RoPE, the promise, not aligned"
+
+
+def test_warmup_compiles_for_the_weights_of_a_preset(gpu: FakeGpu) -> None:
+    options = ("--op", "skinny_gemm", "--tokens", "1", "--out-dtype", "float32")
+    code, _ = run("warmup", "--preset", "glm-5.2-tp8", *options)
+    assert code == 0
+    of_preset = set(gpu.compiled)
+    assert of_preset
+    assert all(name.endswith(", float>") for name in of_preset)
+    shapes = [f"--shape={n}x{k}" for n, k in preset_shapes("glm-5.2-tp8")]
+    gpu.compiled.clear()
+    assert run("warmup", *shapes, *options)[0] == 0
+    assert set(gpu.compiled) <= of_preset
+    code, output = run("warmup", "--preset", "glm-5.2", *shapes, *options)
+    assert code == 2
+    assert "one of --shape and --preset, not both" in output
 
 
 def test_warmup_compiles_the_prefill_kernels(gpu: FakeGpu) -> None:

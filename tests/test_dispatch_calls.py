@@ -62,6 +62,19 @@ def test_a_residual_on_the_cpu(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("wrap", [lambda t: t, numpy_of], ids=["torch", "numpy"])
+@pytest.mark.parametrize(("stride", "offset"), [(51, 1), (0, 0), (5, 3), (96, 2)])
+@pytest.mark.parametrize("run", [k3cupy.low_latency_linear, k3cupy.skinny_gemm])
+def test_a_residual_of_any_row_stride_on_the_cpu(
+    run: Callable[..., Any], stride: int, offset: int, wrap: Callable[[Any], Any]
+) -> None:
+    x, weight, memory = normal((4, K), 1), normal((48, K), 2), normal((400,), 3)
+    residual = memory.as_strided((4, 48), (stride, 1), offset)
+    got = torch_of(run(wrap(x), wrap(weight), wrap(residual)), BF16)
+    exact = x.double() @ weight.double().T + residual.double()
+    torch.testing.assert_close(got.double(), exact, rtol=2**-8, atol=1e-2)
+
+
+@pytest.mark.parametrize("wrap", [lambda t: t, numpy_of], ids=["torch", "numpy"])
 @pytest.mark.parametrize(("n", "k"), [(48, 0), (0, K), (0, 0)])
 @pytest.mark.parametrize("shape", [(), (3,), (0,), (2, 3), (2, 0, 3)], ids=str)
 def test_a_linear_without_columns_or_rows(
@@ -241,6 +254,30 @@ def test_case45_x_and_residual_in_one_buffer(gpu: DispatchDevice, tokens: int) -
         assert tensor.data_ptr() in arguments
     if tokens > 1:
         assert arguments.count(n + k) == 2, "the row strides of x and of the residual"
+
+
+_ROWS_APART = ((N, 0), (N + 1, 1), (N + 7, 0), (3 * N, 5), (0, 0), (5, 3))
+
+
+@pytest.mark.parametrize("out_dtype", [None, torch.float32])
+@pytest.mark.parametrize("tokens", [1, 4, 16, 64, 70])
+def test_a_residual_of_any_row_stride_and_address(
+    gpu: DispatchDevice, tokens: int, out_dtype: Any
+) -> None:
+    """It goes where it is to the kernel that packed tensors get, in slices too."""
+    x, weight = unread(tokens, K), unread(N, K)
+    options = {"batch_invariant": tokens > 64, "out_dtype": out_dtype}
+    packed = k3cupy.explain_low_latency_gemm(x, weight, unread(tokens, N), **options)
+    assert packed.kernel in ("fused_a", "skinny")
+    for stride, offset in _ROWS_APART:
+        memory = unread(offset + tokens * stride + N)
+        residual = memory.as_strided((tokens, N), (stride, 1), offset)
+        assert k3cupy.explain_low_latency_gemm(x, weight, residual, **options) == packed
+        assert k3cupy.try_low_latency_gemm(x, weight, residual, **options) is not None
+        for first, (_, arguments) in zip(range(0, tokens, 64), gpu.launches, strict=True):
+            assert residual.data_ptr() + 2 * first * stride in arguments
+            assert tokens == 1 or arguments[-2 if packed.kernel == "fused_a" else 6] == stride
+        gpu.records.clear()
 
 
 def test_skinny_is_reached(

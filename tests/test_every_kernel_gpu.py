@@ -101,7 +101,8 @@ def gemm_case(
         out = run(x, weight, residual=added, **options)
 
         def judge() -> None:
-            assert_product(out.cpu(), x.cpu(), weight.cpu(), None if added is None else added.cpu())
+            there = None if added is None else added.cpu()
+            assert_product(out.cpu(), x.cpu(), weight.cpu(), there, options.get("out_dtype"))
 
         return judge
 
@@ -122,6 +123,10 @@ def fused_a_cases() -> Iterator[Case]:
                 continue
             options = {"config": config, "weight_is_static": static, "residual": residual}
             yield gemm_case(f"fused_a-{name}", k3cupy.fused_a_gemm, shape, layout, **options)
+    for name in ("warps-split", "warps-mapped"):
+        float32 = {"config": FUSED_A[name], "residual": True, "out_dtype": torch.float32}
+        shape = (5, 100, 1104)
+        yield gemm_case(f"fused_a-{name}-float32", k3cupy.fused_a_gemm, shape, "aligned", **float32)
     for tokens in (1, 20, 64):
         for invariant in (False, True):
             yield gemm_case(
@@ -156,6 +161,8 @@ def skinny_cases() -> Iterator[Case]:
             config=k3cupy.SkinnyGemmConfig(tokens, block, outputs, unroll, width),
             weight_is_static=residual,
         )
+    float32 = {"residual": True, "dtype": FP16, "out_dtype": torch.float32}
+    yield gemm_case("skinny-float32", k3cupy.skinny_gemm, (3, 51, 1096), "aligned", **float32)
 
 
 # MLA epilogues

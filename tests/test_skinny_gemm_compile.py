@@ -31,9 +31,9 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC and cuda-core")
 pytestmark = pytest.mark.compiles
 
 VARIANTS = [
-    Variant(dtype, aligned, residual, static)
-    for static, residual, aligned, dtype in itertools.product(
-        (True, False), (False, True), (True, False), ("bfloat16", "float16")
+    Variant(dtype, aligned, residual, static, float32)
+    for float32, static, residual, aligned, dtype in itertools.product(
+        (False, True), (True, False), (False, True), (True, False), ("bfloat16", "float16")
     )
 ]
 CONFIG = SkinnyGemmConfig(1, 224, 2, 4, 8)

@@ -52,6 +52,26 @@ def test_opcheck(has_residual: bool, wants_grad: bool) -> None:
         torch.library.opcheck(OPERATOR, (x, weight, residual, True, None), rtol=2**-7, atol=2**-3)
 
 
+@pytest.mark.parametrize("shape", [(3,), (2, 3), ()])
+def test_the_operator_in_float32(shape: tuple[int, ...]) -> None:
+    """Its fake tensor, its sums without a rounding, and gradients of the inputs' own type."""
+    x, weight = normal((*shape, K), 1).requires_grad_(), normal((N, K), 2).requires_grad_()
+    residual = normal((*shape, N), 3).requires_grad_()
+    named = {"out_dtype": torch.float32}
+    torch.library.opcheck(OPERATOR, (x, weight, residual), named, rtol=2**-7, atol=2**-3)
+    out = OPERATOR(x, weight, residual, **named)
+    assert out.dtype == torch.float32
+    exact = x.double() @ weight.double().T + residual.double()
+    torch.testing.assert_close(out.double(), exact, rtol=1e-6, atol=1e-4)
+    grad = normal((*shape, N), 4).float()
+    got = torch.autograd.grad(out, (x, weight, residual), grad)
+    want = torch.autograd.grad(exact, (x, weight, residual), grad.double())
+    for found, wanted in zip(got, want, strict=True):
+        close(found, wanted)
+    with pytest.raises(TypeError, match="out_dtype: expected None or float32"):
+        OPERATOR(x.to("meta"), weight.to("meta"), out_dtype=torch.float64)
+
+
 def test_operator_takes_slices() -> None:
     x, weight = normal((4, 6288), 1)[:, 6144 : 6144 + K], normal((N, K), 2)
     torch.library.opcheck(OPERATOR, (x, weight))
@@ -62,6 +82,19 @@ def test_operator_takes_slices() -> None:
 def test_residual_is_added(shape: tuple[int, ...]) -> None:
     x, weight, residual = normal((*shape, K), 1), normal((N, K), 2), normal((*shape, N), 3)
     close(OPERATOR(x, weight, residual), F.linear(x, weight) + residual)
+
+
+def test_residual_and_x_in_one_buffer_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The column halves of one tensor of three dimensions."""
+    seen: list[torch.Tensor] = []
+    linear = torch_library.linear.low_latency_linear
+    told = lambda x, w, residual, **named: seen.append(residual) or linear(x, w, residual, **named)  # noqa: E731
+    monkeypatch.setattr(torch_library.linear, "low_latency_linear", told)
+    both, weight = normal((2, 3, K + N), 1), normal((N, K), 2)
+    x, residual = both.split((K, N), dim=2)
+    close(OPERATOR(x, weight, residual), F.linear(x, weight) + residual)
+    assert seen[0].data_ptr() == residual.data_ptr()
+    assert seen[0].stride() == (K + N, 1)
 
 
 def test_residual_of_another_shape() -> None:

@@ -309,15 +309,15 @@ H200 = DeviceInfo(0, "NVIDIA H200", (9, 0), 132, 232_448)
 @pytest.mark.parametrize(
     ("shape", "tokens", "invariant", "plan", "why_none"),
     [
-        ((64, 256), range(1, 65), False, "fused_a 1-32, F.linear 33-64", ""),
-        ((64, 256), [1, 16], False, "fused_a 1-16", ""),
-        ((64, 256), [33, 64], False, "F.linear 33-64", "not measured here"),
+        ((64, 256), range(1, 65), False, "skinny 1-2, fused_a 3-64", ""),
+        ((64, 256), [3, 16], False, "fused_a 3-16", ""),
+        ((8192, 256), [33, 64], False, "F.linear 33-64", "not measured here"),
         (
             (64, 250),
             range(1, 65),
             False,
             "F.linear 1-64",
-            "x: expected K a multiple of 16, got 250",
+            "x: expected K a multiple of 8, got 250",
         ),
         ((64, 256), range(1, 65), True, "fused_a 1-64", ""),
         ((64, 250), range(1, 65), True, "F.linear 1-64", "x: expected K a multiple of 16, got 250"),

@@ -43,18 +43,37 @@ def own_cache(
 
 def test_presets_take_their_degree_and_what_every_gpu_holds_whole() -> None:
     tp8 = projections.preset_shapes("kimi-k3-tp8")
-    assert len(tp8) == 13
+    assert len(tp8) == 18
     assert (2112, 7168) in tp8, "replicated"
     assert (7168, 14336) in tp8, "nothing is said of its degree"
     assert (7168, 768) in tp8 and (7168, 768) in projections.preset_shapes("kimi-k3-tp16")
     assert (4608, 1536) not in tp8 and (4608, 1536) in projections.preset_shapes("kimi-k3-tp4")
-    assert len(projections.preset_shapes("kimi-k3")) == 28
-    every = {s for name in projections.preset_names()[1:] for s in projections.preset_shapes(name)}
-    assert every == set(projections.preset_shapes("kimi-k3"))
+    assert [len(projections.preset_shapes(model)) for model in projections.MODELS] == [33, 20, 8]
+    for model in projections.MODELS:
+        names = [n for n in projections.preset_names() if n.startswith(f"{model}-")]
+        every = {shape for name in names for shape in projections.preset_shapes(name)}
+        assert every == set(projections.preset_shapes(model))
+
+
+def test_layers_of_a_degree_that_every_gpu_may_hold_too() -> None:
+    assert (4096, 2048) in projections.preset_shapes("glm-5.2-tp8"), "the indexer's, replicated"
+    assert (2048, 2048) not in projections.preset_shapes("glm-5.2-tp4")
+    for name in ("deepseek-v3-tp8", "deepseek-v3-tp16"):
+        found = projections.preset_shapes(name)
+        assert (256, 7168) in found, "the router's, and at TP16 the shared expert's"
+        assert len(found) == len(set(found))
+
+
+@pytest.mark.parametrize("model", projections.MODELS)
+def test_every_weight_has_a_name_and_every_kernel_takes_it(model: str) -> None:
+    shapes = projections.shapes(model)
+    assert all(p.name and p.n > 0 and p.k % 16 == 0 for p in shapes)
+    assert len({(p.n, p.k, p.name) for p in shapes}) == len(shapes)
+    assert projections._read(model)["source"]
 
 
 def test_an_unknown_preset_is_refused_with_the_names() -> None:
-    with pytest.raises(ValueError, match=r"preset: expected kimi-k3 or .*-tp16, got 'kimi-k2'"):
+    with pytest.raises(ValueError, match=r"preset: expected kimi-k3 or .*-tp8, got 'kimi-k2'"):
         projections.preset_shapes("kimi-k2")
 
 
@@ -229,8 +248,8 @@ def test_the_preset_needs_few_instances() -> None:
     """Each is compiled, half a second to a second on one core: that is what tuning takes longest
     for."""
     wanted = products(projections.preset_shapes("kimi-k3-tp8"), None)
-    assert len(wanted) == 13 * 14
-    assert len({t.instance(c) for t in wanted for c in t.candidates({}, H200)}) < 1100
+    assert len(wanted) == 18 * 14
+    assert len({t.instance(c) for t in wanted for c in t.candidates({}, H200)}) < 1500
 
 
 @pytest.mark.parametrize("residual", [False, True])

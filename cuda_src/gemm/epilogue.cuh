@@ -1,5 +1,5 @@
 // The end of the fused-A GEMM: the sums of an element are added over the warps, then over the blocks
-// of a cluster, then comes the residual, in fp32, before the only rounding.
+// of a cluster, then comes the residual, in fp32, before the only rounding, if Out needs one.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -100,7 +100,7 @@ __device__ __forceinline__ void send_sums(const BlockShare<Tile>& share,
 // to it. The thread that stores an element also fetches its addend, so that the residual may be the
 // output itself. Its parts are quads where there are so many that at least every other thread has
 // one, and else single rows, which more threads share.
-template <typename Tile, bool kHasResidual>
+template <typename Tile, bool kHasResidual, typename Out>
 struct StoredShare {
   static constexpr unsigned int kOwned = Tile::kOwned;
   static constexpr unsigned int kWidth = Tile::kM * kOwned >= 2 * Tile::kThreads ? kQuad : 1;
@@ -108,19 +108,19 @@ struct StoredShare {
   static constexpr unsigned int kCount = (Tile::kM * kParts + Tile::kThreads - 1) / Tile::kThreads;
   static_assert(kParts * kWidth == kOwned, "parts share the rows of a block evenly");
 
-  struct alignas(2 * kWidth) Part {
-    __nv_bfloat16 row[kWidth];
+  template <typename T>
+  struct alignas(sizeof(T) * kWidth) Part {
+    T row[kWidth];
   };
 
   const BlockShare<Tile>& share;
-  TokenRows<__nv_bfloat16> out;
+  TokenRows<Out> out;
   TokenRows<const __nv_bfloat16> residual;
   unsigned int num_tokens;
   bool is_aligned;
-  Part addends[kHasResidual ? kCount : 1];
+  Part<__nv_bfloat16> addends[kHasResidual ? kCount : 1];
 
-  __device__ __forceinline__ StoredShare(const BlockShare<Tile>& rows,
-                                         const TokenRows<__nv_bfloat16>& to,
+  __device__ __forceinline__ StoredShare(const BlockShare<Tile>& rows, const TokenRows<Out>& to,
                                          const TokenRows<const __nv_bfloat16>& added,
                                          unsigned int tokens)
       : share(rows), out(to), residual(added), num_tokens(tokens), is_aligned(true) {
@@ -156,9 +156,10 @@ struct StoredShare {
   __device__ __forceinline__ void load() {
     if constexpr (kHasResidual) {
       wait_for_predecessor(residual.data, out.data);  // over, but for who copies the weight
-      for_each([&](unsigned int token, unsigned int row, Part& addend) {
+      for_each([&](unsigned int token, unsigned int row, Part<__nv_bfloat16>& addend) {
         if (is_whole(row)) {
-          addend = *reinterpret_cast<const Part*>(residual.at(token, share.first_row + row));
+          addend = *reinterpret_cast<const Part<__nv_bfloat16>*>(
+              residual.at(token, share.first_row + row));
         }
       });
     }
@@ -167,19 +168,19 @@ struct StoredShare {
   // Finishes and stores the block's own rows; sum_of(total, token, row) tells the sums of a part.
   template <typename SumOf>
   __device__ __forceinline__ void store(const SumOf& sum_of) {
-    for_each([&](unsigned int token, unsigned int row, const Part& addend) {
+    for_each([&](unsigned int token, unsigned int row, const Part<__nv_bfloat16>& addend) {
       float total[kWidth];
       sum_of(total, token, row);
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) total[j] = add(total[j], 0.0f);  // makes 0 of -0
       if (is_whole(row)) {
-        Part part;
+        Part<Out> part;
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) {
           if constexpr (kHasResidual) total[j] = add(total[j], __bfloat162float(addend.row[j]));
-          part.row[j] = __float2bfloat16(total[j]);
+          part.row[j] = static_cast<Out>(total[j]);
         }
-        *reinterpret_cast<Part*>(out.at(token, share.first_row + row)) = part;
+        *reinterpret_cast<Part<Out>*>(out.at(token, share.first_row + row)) = part;
       } else if constexpr (kWidth > 1) {
 #pragma unroll
         for (unsigned int j = 0; j < kWidth; ++j) {
@@ -188,7 +189,7 @@ struct StoredShare {
             if constexpr (kHasResidual) {
               total[j] = add(total[j], __bfloat162float(*residual.at(token, column)));
             }
-            *out.at(token, column) = __float2bfloat16(total[j]);
+            *out.at(token, column) = static_cast<Out>(total[j]);
           }
         }
       }
@@ -197,10 +198,10 @@ struct StoredShare {
 };
 
 // What remains once every sum of the block is in shared memory.
-template <typename Tile, bool kHasResidual>
-__device__ __forceinline__ void store_sums(StoredShare<Tile, kHasResidual>& stored,
+template <typename Tile, bool kHasResidual, typename Out>
+__device__ __forceinline__ void store_sums(StoredShare<Tile, kHasResidual, Out>& stored,
                                            const BlockMemory<Tile>& memory) {
-  constexpr int kWidth = StoredShare<Tile, kHasResidual>::kWidth;
+  constexpr int kWidth = StoredShare<Tile, kHasResidual, Out>::kWidth;
   if constexpr (Tile::kSplitK == 1) {
     stored.store([&](float (&total)[kWidth], unsigned int token, unsigned int row) {
       sum_of_warps<Tile>(total, memory.sums(), token, row);

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from k3cupy.accept import checks
 from k3cupy.call.arguments import Arguments, Output, Problem, Values
 from k3cupy.constants import CTYPES
@@ -16,6 +18,14 @@ from k3cupy.runtime.errors import reject, shown
 from k3cupy.runtime.tensors import ALIGNMENT, TensorView
 
 RESIDUAL = "residual"
+_FLOAT32 = "float32"
+_MEASURED_AS = {
+    ("bfloat16", False): "",
+    ("bfloat16", True): "with a bfloat16 output",
+    **dict.fromkeys([("float16", False), ("float16", True)], "with bfloat16"),
+}
+"""By the type of the inputs, and whether the output is float32."""
+
 _MAX_EXTENT = 1 << 31
 _ALIGNED = f"an address that is a multiple of {ALIGNMENT} bytes"
 
@@ -89,12 +99,16 @@ class GemmProblem(Problem):
         n: N.
         k: K.
         weight_is_static: the promise.
+        float32_out: the sums are stored as they are.
+        measured_as: what is to be told of measurements, which are of bfloat16 in and out.
     """
 
     signature: Signature
     n: int
     k: int
     weight_is_static: bool
+    float32_out: bool
+    measured_as: str
 
     @property
     def size(self) -> tuple[int, int, int]:
@@ -118,14 +132,26 @@ class GemmProblem(Problem):
 
 
 def accept(
-    signature: Signature, limits: Limits, values: Values, *, weight_is_static: bool
+    signature: Signature,
+    limits: Limits,
+    values: Values,
+    *,
+    weight_is_static: bool,
+    out_dtype: Any = None,
 ) -> GemmProblem:
     """Check everything that the host can see of values in the order of ``signature.arguments``."""
     views = signature.arguments.views(values)
     x = views[signature.x]
     checks.check_dtype(signature.x, x, limits.dtypes, limits.dtype_hint)
+    out_type, hint = x.dtype, limits.dtype_hint
+    if out_dtype is not None:
+        out_type, hint = out_dtype_of(out_dtype), "That is out_dtype"
     for name, v in views.items():
-        checks.check_dtype(name, v, (x.dtype,), limits.dtype_hint)
+        if name == signature.out:
+            checks.check_dtype(name, v, (out_type,), hint)
+        else:
+            checks.check_dtype(name, v, (x.dtype,), limits.dtype_hint)
+    float32_out = out_type != x.dtype
     num_tokens, n, k = _check_shapes(signature, views, limits)
     checks.check_strides(signature.x, x)
     _check_weight_layout(signature, views[signature.weight])
@@ -143,15 +169,28 @@ def accept(
     return GemmProblem(
         views=checks.without_owners(views),
         num_tokens=num_tokens,
-        outputs=(Output(signature.out, "out", (num_tokens, n), x.dtype),),
+        outputs=(Output(signature.out, "out", (num_tokens, n), out_type),),
         updated=(),
-        in_place=(RESIDUAL,),
+        in_place=() if float32_out else (RESIDUAL,),
         slow_reason=checks.misalignment(signature.x, x),
         signature=signature,
         n=n,
         k=k,
         weight_is_static=weight_is_static,
+        float32_out=float32_out,
+        measured_as=_MEASURED_AS[x.dtype, float32_out],
     )
+
+
+def out_dtype_of(given: Any) -> str:
+    """Accept float32 as an output's type, as PyTorch, NumPy, CuPy and JAX call it, or its name."""
+    try:
+        is_float32 = str(given) == "torch.float32" or np.dtype(given) == np.float32
+    except (TypeError, ValueError):
+        is_float32 = False
+    if not is_float32:
+        reject("out_dtype", "None or float32", shown(given), error=TypeError)
+    return _FLOAT32
 
 
 def _check_shapes(

@@ -60,7 +60,7 @@ def finish(framework: str, out: Any, dtype: str) -> Any:
     jax = importlib.import_module("jax")
     if isinstance(out, np.ndarray):
         return jax.numpy.asarray(out)
-    bits = {1: "uint8", 2: "uint16"}[out.dtype.itemsize]
+    bits = {1: "uint8", 2: "uint16", 4: "uint32"}[out.dtype.itemsize]
     array = jax.dlpack.from_dlpack(out.view(bits))
     return jax.lax.bitcast_convert_type(array, jax.numpy.dtype(dtype))
 

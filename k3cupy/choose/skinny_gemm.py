@@ -77,7 +77,8 @@ _L1_BYTES_A_NS = 110.0
 _LANES_A_NS = 150.0
 _BEGIN_NS, _LATENCY_NS, _END_NS = 150.0, 750.0, 250.0
 _SUM_NS, _WARP_NS = 4.0, 6.0
-_START_NS = 10.0
+_START_NS = 45.0
+_FEW_WARPS = 2.0
 _OVERLAP = 4
 
 
@@ -86,8 +87,9 @@ def estimate_us(config: SkinnyGemmConfig, n: int, k: int, device: DeviceInfo) ->
 
     A multiprocessor has four things to do at once, and the slowest counts most: its share of the
     weight at the speed of memory; the same with as many bytes in flight as its blocks hold, each
-    block for as long as its rounds take; instructions; and what comes through L1. To that come the
-    start of the resident blocks, one after the other, and what a block takes at its ends.
+    block for as long as its rounds take, and the longer the fewer warps have columns to load;
+    instructions; and what comes through L1. To that come the start of the resident blocks, one
+    after the other, and what a block takes at its ends.
     """
     rows, outputs, width = config.num_rows, config.outputs_per_block, config.vector_width
     blocks = config.blocks(n)
@@ -98,7 +100,9 @@ def estimate_us(config: SkinnyGemmConfig, n: int, k: int, device: DeviceInfo) ->
     weight = 2 * outputs * k
     memory = blocks * weight / device.num_sms / _BYTES_A_NS_AN_SM
     in_flight = resident * weight / (rounds * _LATENCY_NS + ends)
+    warps = resident * min(config.block_size, -(-k // width)) / 32
     stream = per_sm * weight / min(in_flight, _MOST_BYTES_A_NS_OF_ONE_SM)
+    stream *= 1 + _FEW_WARPS / warps
     slots = per_sm * rounds * config.k_unroll * config.block_size
     lanes = outputs * (width * (rows + 1) + 2) + rows * (width + 2) + 8
     work = slots * lanes / _LANES_A_NS

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from k3cupy.cli.options import shape_option
+from k3cupy.cli.options import named_shapes, preset_option, shape_option
 from k3cupy.runtime.errors import reject
 
 
@@ -122,11 +122,13 @@ def prefill_command(
 
 @bench.command("gemm")
 @shape_option("N x K as 2112x7168; all of Kimi-K3's by default.")
+@preset_option("The weights of a named model.")
 @click.option("--tokens", multiple=True, type=click.IntRange(1, 64), help="M; the table's.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the times over the floor.")
 @_result_options
 def gemm_command(
     shapes: tuple[tuple[int, int], ...],
+    preset: str | None,
     tokens: tuple[int, ...],
     plot: Path | None,
     path: Path | None,
@@ -139,11 +141,10 @@ def gemm_command(
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise click.ClickException('--plot needs matplotlib: pip install "k3cupy[bench]"')
     _need_gpu()
-    from k3cupy import projections
     from k3cupy.bench import gemm
     from k3cupy.choose.gemm import TOKEN_CLASSES
 
-    wanted = shapes or [(p.n, p.k) for p in projections.shapes()]
+    wanted = named_shapes(shapes, preset)
     entries = gemm.run(wanted, tokens or TOKEN_CLASSES)
     document = gemm.as_document(list(entries), commit)
     _show(document, path)
@@ -156,10 +157,12 @@ def gemm_command(
 
 @bench.command("linear")
 @shape_option("N x K as 2112x7168; all of Kimi-K3's by default.")
+@preset_option("The weights of a named model.")
 @click.option("--tokens", multiple=True, type=click.IntRange(1, 64), help="M; 1 to 16.")
 @_result_options
 def linear_command(
     shapes: tuple[tuple[int, int], ...],
+    preset: str | None,
     tokens: tuple[int, ...],
     path: Path | None,
     commit: str | None,
@@ -169,10 +172,9 @@ def linear_command(
     The two projections that read a slice of a wider tensor are measured too.
     """
     _need_gpu()
-    from k3cupy import projections
     from k3cupy.bench import linear
 
-    wanted = shapes or [(p.n, p.k) for p in projections.shapes()]
+    wanted = named_shapes(shapes, preset)
     entries = linear.run(wanted, tokens or linear.TOKENS)
     _show(linear.as_document(list(entries), commit), path)
 

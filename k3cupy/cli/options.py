@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
+from k3cupy.projections import MODELS, Shapes, preset_names, preset_shapes
 from k3cupy.runtime.errors import shown
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -22,6 +23,22 @@ def shape_option(text: str) -> Callable[[_Command], _Command]:
     return click.option(
         "--shape", "shapes", multiple=True, callback=_shapes, metavar="NxK", help=text
     )
+
+
+def preset_option(text: str) -> Callable[[_Command], _Command]:
+    """Return the option ``--preset``, the weights of a named model.
+
+    Args:
+        text: its help.
+    """
+    return click.option("--preset", type=click.Choice(preset_names()), help=text)
+
+
+def named_shapes(shapes: Shapes, preset: str | None) -> Shapes:
+    """Return what ``--shape`` or ``--preset`` named; without either, every weight of Kimi-K3."""
+    if shapes and preset:
+        raise click.UsageError("one of --shape and --preset, not both")
+    return shapes or preset_shapes(preset or MODELS[0])
 
 
 def _shapes(

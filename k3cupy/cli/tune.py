@@ -8,8 +8,7 @@ from typing import Any
 
 import click
 
-from k3cupy.cli.options import shape_option
-from k3cupy.projections import preset_names
+from k3cupy.cli.options import preset_option, shape_option
 from k3cupy.runtime import devices
 from k3cupy.runtime.errors import CompileError, ToolchainError
 from k3cupy.tuning import files
@@ -26,7 +25,7 @@ _INTERRUPTED = 130
     show_default=True,
     help="Whose configurations.",
 )
-@click.option("--preset", type=click.Choice(preset_names()), help="Weights of a named model.")
+@preset_option("Weights of a named model.")
 @shape_option("N x K of a weight, as 2112x7168.")
 @click.option(
     "--from-module",

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 import k3cupy
-from k3cupy.cli.options import shape_option
+from k3cupy.cli.options import named_shapes, preset_option, shape_option
 
 
 @click.command()
@@ -25,14 +25,18 @@ from k3cupy.cli.options import shape_option
 @click.option("--kv-inputs-ready", flag_value=True, default=None, help="Decode: that promise.")
 @click.option("--unaligned", "vector", flag_value=False, default=None, help="Rows off 16 bytes.")
 @shape_option("GEMM: N x K of a weight, as 2112x7168; all of Kimi-K3 by default.")
+@preset_option("GEMM: the weights of a named model.")
 @click.option("--tokens", multiple=True, type=int, help="GEMM: a number of tokens; by default all.")
 @click.option("--strided/--packed", default=None, help="Fused-A: layout of x; both by default.")
 @click.option("--weight-is-static", flag_value=True, default=None, help="GEMM: that promise.")
 @click.option("--batch-invariant", flag_value=True, default=None, help="GEMM: for that flag.")
 @click.option("--residual", flag_value=True, default=None, help="GEMM: for calls that add one.")
+@click.option("--out-dtype", type=click.Choice(["float32"]), help="GEMM: of outputs; x's.")
 @click.option("--device", type=int, default=None, help="GPU ordinal; the current one by default.")
-def warmup(op: str, device: int | None, **options: Any) -> None:
+def warmup(op: str, device: int | None, preset: str | None, **options: Any) -> None:
     """Compile the kernels that calls will need, into CuPy's disk cache."""
+    if preset:
+        options["shapes"] = named_shapes(options["shapes"], preset)
     named = {name: value for name, value in options.items() if value not in (None, ())}
     try:
         count = k3cupy.warmup(op, device=device, **named)

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from k3cupy.runtime.tensors import is_integer
 
+FLOAT = ("float",)
+"""The template argument ``Out`` of a product whose sums are stored as they are."""
+
 _TYPES = {"int": int, "bool": bool, "str": str}
 
 

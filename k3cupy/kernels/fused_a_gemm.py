@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from k3cupy.call.launch import Launch, Parameters
-from k3cupy.kernels import Tuned
+from k3cupy.kernels import FLOAT, Tuned
 from k3cupy.runtime import tensor_maps
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.instances import Instance, instantiation
@@ -72,11 +72,13 @@ class Variant:
             is read element by element.
         weight_is_static: the promise that the weight is older than the preceding kernel.
         has_residual: a residual is added.
+        float32_out: the sums are stored as they are.
     """
 
     aligned_x: bool = True
     weight_is_static: bool = False
     has_residual: bool = False
+    float32_out: bool = False
 
 
 @dataclass(frozen=True)
@@ -273,7 +275,7 @@ class FusedAGemmConfig(Tuned):
         """Return the C++ name of the instance."""
         *template, copy_warps, product, _rows, _mapped = astuple(self)  # rows are an argument
         template += self.partials, copy_warps, f"k3cupy::Product::{_PRODUCTS[product]}"
-        flags = variant.weight_is_static, variant.has_residual
+        flags = variant.weight_is_static, variant.has_residual, *(FLOAT * variant.float32_out)
         if self.mapped_x and variant.aligned_x:
             return instantiation("fused_a_gemm_mapped_x", *template, *flags)
         return instantiation("fused_a_gemm", *template, variant.aligned_x, *flags)
@@ -316,7 +318,7 @@ def why_not_mapped(problem: Any, rows: slice) -> str | None:
 def variant_of(problem: Any) -> Variant:
     """Return what a validated call decides."""
     aligned, has_residual = problem.slow_reason is None, problem.residual is not None
-    return Variant(aligned, problem.weight_is_static, has_residual)
+    return Variant(aligned, problem.weight_is_static, has_residual, problem.float32_out)
 
 
 def launch(problem: Any, config: FusedAGemmConfig, rows: slice) -> Launch:
@@ -340,7 +342,10 @@ def launch(problem: Any, config: FusedAGemmConfig, rows: slice) -> Launch:
     addresses = {
         "weight": (problem.signature.weight, 0),
         "x_map" if config.mapped_x else "x": x_at,
-        "out": (problem.signature.out, rows.start * out_step * x.itemsize),
+        "out": (
+            problem.signature.out,
+            rows.start * out_step * (4 if problem.float32_out else x.itemsize),
+        ),
     }
     if residual is not None:
         addresses["residual"] = "residual", rows.start * byte_stride(residual, 0)

@@ -7,7 +7,7 @@ from typing import Any
 
 from k3cupy.call.launch import Launch, Parameters
 from k3cupy.constants import CTYPES
-from k3cupy.kernels import Tuned
+from k3cupy.kernels import FLOAT, Tuned
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.instances import Instance, instantiation
 from k3cupy.runtime.tensors import row_stride
@@ -45,17 +45,19 @@ class Variant:
     """The part of an instance that the call's arguments decide.
 
     Attributes:
-        dtype: ``"bfloat16"`` or ``"float16"``, of all tensors.
+        dtype: ``"bfloat16"`` or ``"float16"``, of all inputs.
         aligned_x: every row of x begins at a multiple of 16 bytes; else x is read element by
             element.
         has_residual: a residual is added.
         weight_is_static: the promise that the weight is older than the preceding kernel.
+        float32_out: the sums are stored as they are.
     """
 
     dtype: str = "bfloat16"
     aligned_x: bool = True
     has_residual: bool = False
     weight_is_static: bool = False
+    float32_out: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,8 @@ class SkinnyGemmConfig(Tuned):
         flags = variant.aligned_x, variant.has_residual, variant.weight_is_static
         resident = self.blocks_per_sm if variant.aligned_x else 1
         dtype = CTYPES[variant.dtype]
-        return instantiation("skinny_gemm", dtype, *astuple(self), resident, *flags)
+        out = FLOAT * variant.float32_out
+        return instantiation("skinny_gemm", dtype, *astuple(self), resident, *flags, *out)
 
     def instance(self, variant: Variant) -> Instance:
         """Return what ``runtime.instances`` compiles."""
@@ -153,7 +156,8 @@ def variant_of(problem: Any) -> Variant:
     """Return what a validated call decides."""
     has_residual = problem.residual is not None
     aligned = problem.slow_reason is None
-    return Variant(problem.x.dtype, aligned, has_residual, problem.weight_is_static)
+    static, float32 = problem.weight_is_static, problem.float32_out
+    return Variant(problem.x.dtype, aligned, has_residual, static, float32)
 
 
 def launches(problem: Any, config: SkinnyGemmConfig, _gpu: DeviceInfo) -> list[Launch]:

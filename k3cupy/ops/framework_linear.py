@@ -10,20 +10,23 @@ from k3cupy.runtime.errors import reject
 from k3cupy.runtime.tensors import pytorch
 
 
-def linear(x: Any, weight: Any, residual: Any, stream: Any) -> Any:
+def linear(x: Any, weight: Any, residual: Any, stream: Any, float32_out: bool) -> Any:
     """Return ``x @ weight.T (+ residual)`` of the framework that the tensors come from.
+
+    In float32 on demand, of sums that no narrower type has seen.
 
     Raises:
         TypeError: the tensors are of no framework with a linear, or of several.
     """
     torch = pytorch()
+    of_torch = _torch_float32 if float32_out else _torch_linear
     if torch is not None and isinstance(x, torch.Tensor):
         device = x.device.index if x.device.type == "cuda" else None
         if stream is None or device is None:
-            return _torch_linear(torch, x, weight, residual)
+            return of_torch(torch, x, weight, residual)
         handle = streams.handle_of(stream)
         with outputs.allocated_for("torch", device, handle):
-            out = _torch_linear(torch, x, weight, residual)
+            out = of_torch(torch, x, weight, residual)
         outputs.keep_for_stream([x, weight, residual], device, handle)
         return out
     views = {"x": producers.view(x, "x"), "weight": producers.view(weight, "weight")}
@@ -38,8 +41,8 @@ def linear(x: Any, weight: Any, residual: Any, stream: Any) -> Any:
             reject(name, expected, f"one of {v.framework}", hint, TypeError)
     if stream is not None and framework == "cupy":
         with streams.current_for_cupy(streams.handle_of(stream), views["x"].device_index):
-            return _array_linear(x, weight, residual)
-    return _array_linear(x, weight, residual)
+            return _array_linear(x, weight, residual, float32_out)
+    return _array_linear(x, weight, residual, float32_out)
 
 
 def _torch_linear(torch: Any, x: Any, weight: Any, residual: Any) -> Any:
@@ -54,7 +57,28 @@ def _torch_linear(torch: Any, x: Any, weight: Any, residual: Any) -> Any:
     return torch.addmm(added, x.reshape(count, k), weight.t()).reshape(shape)
 
 
-def _array_linear(x: Any, weight: Any, residual: Any) -> Any:
+def _torch_float32(torch: Any, x: Any, weight: Any, residual: Any) -> Any:
+    """Multiply and add in float32: by cuBLAS, which can store its sums, else of widened inputs."""
+    linear, kinds = torch.nn.functional.linear, (torch.bfloat16, torch.float16)
+    narrow = x.dtype == weight.dtype and x.dtype in kinds
+    follows = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    stored = x.is_cuda and "dtype" in torch.ops.aten.mm.overloads()  # from PyTorch 2.8 on
+    where = x.device.type if torch.amp.is_autocast_available(x.device.type) else "cpu"
+    with torch.autocast(where, enabled=False):  # it would round
+        if not narrow:
+            out = linear(x, weight)
+        elif stored and not follows and x.dim() and weight.dim() == 2:
+            rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+            out = torch.mm(rows, weight.t(), out_dtype=torch.float32)
+            out = out.view(*x.shape[:-1], weight.shape[0])
+        else:
+            out = linear(x.float(), weight.float())
+        if residual is not None:
+            out = out + residual.expand(out.shape)
+        return out.float()
+
+
+def _array_linear(x: Any, weight: Any, residual: Any, float32_out: bool) -> Any:
     """Multiply in fp32 at least: no rounding but the last one is to a type of 16 bits."""
     narrow = x.dtype.itemsize <= 2
     terms = [t.astype("float32") if narrow and t is not None else t for t in (x, weight, residual)]
@@ -63,4 +87,4 @@ def _array_linear(x: Any, weight: Any, residual: Any) -> Any:
         shape, out = out.shape, out + terms[2]
         if out.shape != shape:
             reject("residual", f"shape {list(shape)}", f"shape {list(residual.shape)}")
-    return out.astype(x.dtype)
+    return out.astype("float32" if float32_out else x.dtype)

@@ -34,12 +34,14 @@ def fused_a_gemm(
     pdl: bool | None = None,
     weight_is_static: bool = False,
     batch_invariant: bool = False,
+    out_dtype: Any = None,
     stream: Any = None,
     config: FusedAGemmConfig | None = None,
 ) -> Any:
     """Multiply up to 64 tokens with a weight: ``out[m, n] = sum over k of x[m, k] * weight[n, k]``.
 
-    bfloat16 in and out, float32 sums, one rounding, before which a residual is added where given.
+    bfloat16 in and out, float32 sums, one rounding, before which a residual is added where given;
+    with ``out_dtype=float32`` none.
     The same inputs give the same bits, run after run. Tensors may come from PyTorch, CuPy, NumPy,
     JAX or any DLPack producer, all on one CUDA device, or all on the CPU, where the same function
     runs in NumPy.
@@ -59,6 +61,8 @@ def fused_a_gemm(
         weight_is_static: a promise: the preceding kernel does not write the weight, which may then
             be fetched before that kernel has ended.
         batch_invariant: the bits of a row depend neither on M nor on the other rows.
+        out_dtype: None for that of x, or float32: the sums as they are, without a rounding. ``out``
+            is of that type; it may then not be the residual.
         stream: an int handle or an object with ``__cuda_stream__``. By default PyTorch's current
             stream, or CuPy's where no argument is a PyTorch tensor. PyTorch tensors used on another
             stream are recorded with its allocator; CuPy arrays must outlive the kernel.
@@ -89,9 +93,10 @@ def fused_a_gemm(
         or type(weight_is_static) is not bool
         or type(batch_invariant) is not bool
         or type(pdl) not in OPTIONAL_BOOL
+        or out_dtype is not None
     ):
         _check(locals())
-    options = (pdl, weight_is_static, batch_invariant, config)
+    options = (pdl, weight_is_static, batch_invariant, config, out_dtype)
     return OPERATION((x, weight, residual, out), options, stream)
 
 
@@ -151,7 +156,7 @@ def _dsv3_of_vllm(output: Any, mat_a: Any, mat_b: Any, enable_pdl: Any = False) 
 def _dsv3_of_sglang(mat_a: Any, mat_b: Any, output: Any = None, enable_pdl: Any = False) -> Any:
     if type(enable_pdl) is not bool:
         checks.check_flags(locals(), "enable_pdl")
-    return _DSV3((mat_a, mat_b, None, output), (enable_pdl, enable_pdl, False, None), None)
+    return _DSV3((mat_a, mat_b, None, output), (enable_pdl, enable_pdl, False, None, None), None)
 
 
 def _ends_with_output(first: Any, second: Any, third: Any) -> bool:
@@ -186,6 +191,8 @@ def explain_fused_a_gemm(*args: Any, **kwargs: Any) -> Choice:
 def _check(given: Given) -> None:
     checks.check_flags(given, "pdl", "weight_is_static", "batch_invariant")
     check_fused_a_config(given["config"])
+    if given["out_dtype"] is not None:
+        gemm.out_dtype_of(given["out_dtype"])
 
 
 def _choose(problem: GemmProblem, gpu: DeviceInfo, given: Given) -> Choice:
@@ -197,6 +204,7 @@ def _choose(problem: GemmProblem, gpu: DeviceInfo, given: Given) -> Choice:
         batch_invariant=given["batch_invariant"],
         config=check_fused_a_config(given["config"], problem.num_tokens, gpu),
         why_not_mapped=kernel.why_not_mapped(problem, slice(0, problem.num_tokens)),
+        measured_as=problem.measured_as,
     )
 
 
@@ -227,8 +235,8 @@ def _compute(problem: GemmProblem, arrays: dict[str, Any]) -> None:
 
 def _operation(function: Callable[..., Any], signature: Signature) -> Operation:
     def accept(values: Values, given: Given) -> GemmProblem:
-        static = given["weight_is_static"]
-        problem = gemm.accept(signature, gemm.FUSED_A, values, weight_is_static=static)
+        asked = {name: given[name] for name in ("weight_is_static", "out_dtype")}
+        problem = gemm.accept(signature, gemm.FUSED_A, values, **asked)
         check_fused_a_config(given["config"], problem.num_tokens)
         return problem
 
@@ -236,7 +244,7 @@ def _operation(function: Callable[..., Any], signature: Signature) -> Operation:
         function=function,
         kernel=kernel,
         arguments=signature.arguments,
-        options=("pdl", "weight_is_static", "batch_invariant", "config"),
+        options=("pdl", "weight_is_static", "batch_invariant", "config", "out_dtype"),
         accept=accept,
         choose=_choose,
         reference=_compute,

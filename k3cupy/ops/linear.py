@@ -33,6 +33,7 @@ def try_low_latency_gemm(
     *,
     batch_invariant: bool | None = None,
     weight_is_static: bool = False,
+    out_dtype: Any = None,
     stream: Any = None,
 ) -> Any:
     """Return ``x @ weight.T (+ residual)`` from a kernel of ours, or None where none should run.
@@ -50,6 +51,7 @@ def try_low_latency_gemm(
             ``is_batch_invariant`` says.
         weight_is_static: a promise: the preceding kernel does not write the weight, which may then
             be fetched before that kernel has ended.
+        out_dtype: None for that of x, or float32: the sums as they are, without a rounding.
         stream: as for ``fused_a_gemm``.
 
     Returns:
@@ -68,7 +70,7 @@ def try_low_latency_gemm(
         >>> k3cupy.try_low_latency_gemm(x, weight) is None  # on the CPU no kernel of ours runs
         True
     """
-    return _run((x, weight, residual, None), batch_invariant, weight_is_static, stream)
+    return _run((x, weight, residual, None), batch_invariant, weight_is_static, stream, out_dtype)
 
 
 def low_latency_linear(
@@ -78,6 +80,7 @@ def low_latency_linear(
     *,
     batch_invariant: bool | None = None,
     weight_is_static: bool = False,
+    out_dtype: Any = None,
     stream: Any = None,
 ) -> Any:
     """Return ``x @ weight.T (+ residual)``: from a kernel of ours, else by the framework's linear.
@@ -93,6 +96,9 @@ def low_latency_linear(
         residual: [..., N], added.
         batch_invariant: this and the other keyword arguments as for ``try_low_latency_gemm``.
         weight_is_static: a promise.
+        out_dtype: None for that of x, or float32. The framework's is then ``torch.mm`` with that
+            ``out_dtype`` where PyTorch has it (2.8 and newer, on CUDA, without autograd), elsewhere
+            the product of what is widened to float32 first.
         stream: where to run.
 
     Returns:
@@ -108,16 +114,23 @@ def low_latency_linear(
         >>> k3cupy.low_latency_linear(torch.ones(4, 128), torch.ones(256, 128)).shape
         torch.Size([4, 256])
     """
-    out = _run((x, weight, residual, None), batch_invariant, weight_is_static, stream)
-    return framework_linear.linear(x, weight, residual, stream) if out is None else out
+    out = _run((x, weight, residual, None), batch_invariant, weight_is_static, stream, out_dtype)
+    if out is not None:
+        return out
+    return framework_linear.linear(x, weight, residual, stream, out_dtype is not None)
 
 
 def explain_low_latency_gemm(
-    x: Any, weight: Any, residual: Any = None, *, batch_invariant: bool | None = None
+    x: Any,
+    weight: Any,
+    residual: Any = None,
+    *,
+    batch_invariant: bool | None = None,
+    out_dtype: Any = None,
 ) -> Choice:
     """Say what ``try_low_latency_gemm`` would run, and why; launch and count nothing.
 
-    Takes the tensors and the mode of that function.
+    Takes the tensors, the mode and the type of that function.
 
     Returns:
         Kernel, configuration, and the reason in words: of a fall-back exactly what keeps the call
@@ -134,7 +147,9 @@ def explain_low_latency_gemm(
     """
     values = (x, weight, residual, None)
     invariant = batch_invariance.resolved(batch_invariant)
-    return _completed(*_decide(values, invariant, weight_is_static=False))
+    if out_dtype is not None:
+        out_dtype = gemm.out_dtype_of(out_dtype)
+    return _completed(*_decide(values, invariant, False, out_dtype))
 
 
 def select_backend(
@@ -183,25 +198,29 @@ def select_backend(
 _routes = PlanCache()
 
 
-def _run(values: Values, batch_invariant: Any, weight_is_static: Any, stream: Any) -> Any:
+def _run(
+    values: Values, batch_invariant: Any, weight_is_static: Any, stream: Any, out_dtype: Any
+) -> Any:
     now = stamp(_SOURCES)
     if type(batch_invariant) is not bool:
         batch_invariant = batch_invariance.resolved(batch_invariant)
     if type(weight_is_static) is not bool:
         checks.check_flags(locals(), "weight_is_static")
+    if out_dtype is not None:
+        out_dtype = gemm.out_dtype_of(out_dtype)
     try:
         addresses, signature, owners = _probe(values, stream)
     except TypeError:
         # A tensor without memory, such as one of a compiler's tracing, is for the framework.
-        _, choice = _decide(values, batch_invariant, weight_is_static)
+        _, choice = _decide(values, batch_invariant, weight_is_static, out_dtype)
         if stream is not None or not choice.is_fallback:
             raise
         _counter_of(choice, values).calls += 1
         return None
-    key = (signature, batch_invariant, weight_is_static, now)
+    key = (signature, batch_invariant, weight_is_static, out_dtype, now)
     route = _routes.get(key)
     if route is None:
-        route = _make_route(values, batch_invariant, weight_is_static, stream)
+        route = _make_route(values, batch_invariant, weight_is_static, stream, out_dtype)
         _routes.remember(key, route)
     counter, run = route
     counter.calls += 1
@@ -218,20 +237,25 @@ def _run(values: Values, batch_invariant: Any, weight_is_static: Any, stream: An
 
 
 def _make_route(
-    values: Values, batch_invariant: bool, weight_is_static: bool, stream: Any
+    values: Values,
+    batch_invariant: bool,
+    weight_is_static: bool,
+    stream: Any,
+    out_dtype: str | None,
 ) -> tuple[Counter, Callable[..., Any]]:
     """Return what calls of one signature count, and run: a plan, or for the framework a check."""
-    problem, choice = _decide(values, batch_invariant, weight_is_static)
+    problem, choice = _decide(values, batch_invariant, weight_is_static, out_dtype)
     if problem is None or choice.kernel == FRAMEWORK:
         return _counter_of(choice, values), producers.storage_check(OURS.arguments.names, values)
     try:
         plan = _OPERATIONS[choice.kernel].plan_of(problem, _completed(problem, choice), stream)
     except CaptureError as error:
+        kind = f", out_dtype={out_dtype!r}" if out_dtype else ""
         raise CaptureError(
             f"{error}. For low-latency linear that is k3cupy.warmup('low_latency_linear', "
             f"shapes=[({problem.n}, {problem.k})], tokens=[{problem.num_tokens}], "
             f"residual={problem.residual is not None}, batch_invariant={batch_invariant}, "
-            f"weight_is_static={weight_is_static})"
+            f"weight_is_static={weight_is_static}{kind})"
         ) from error
     except ToolchainError as error:
         if sources.overridden() is not None:  # an edited copy that is not there is raised
@@ -243,14 +267,15 @@ def _make_route(
 
 
 def _decide(
-    values: Values, batch_invariant: bool, weight_is_static: bool
+    values: Values, batch_invariant: bool, weight_is_static: bool, out_dtype: str | None
 ) -> tuple[GemmProblem | None, Choice]:
     """Return what our kernels would compute, where they take the call, and what is to run.
 
     The choice is that of the product, the same for every layout and promise.
     """
     try:
-        problem = gemm.accept(OURS, LINEAR, values, weight_is_static=weight_is_static)
+        static = weight_is_static
+        problem = gemm.accept(OURS, LINEAR, values, weight_is_static=static, out_dtype=out_dtype)
     except (TypeError, ValueError) as error:
         for name, value in zip(OURS.arguments.names, values, strict=True):
             if value is not None or name in OURS.arguments.required:
@@ -268,6 +293,7 @@ def _decide(
         residual=problem.residual is not None,
         batch_invariant=batch_invariant,
         why_not_mapped=why_not_mapped(problem, slice(0, problem.num_tokens)),
+        measured_as=problem.measured_as,
     )
     return problem, choice
 

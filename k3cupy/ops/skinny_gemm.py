@@ -6,14 +6,13 @@ names. M is the number of tokens, K the width of one, N that of the output.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from k3cupy.accept import checks, gemm
 from k3cupy.accept.checks import OPTIONAL_BOOL
 from k3cupy.accept.gemm import GemmProblem, check_skinny_config
 from k3cupy.call.arguments import Values
-from k3cupy.call.choice import RULE, Choice
+from k3cupy.call.choice import Choice
 from k3cupy.call.operation import Given, Operation
 from k3cupy.choose.gemm import SKINNY, choose
 from k3cupy.kernels import skinny_gemm as kernel
@@ -30,15 +29,17 @@ def skinny_gemm(
     out: Any = None,
     pdl: bool | None = None,
     weight_is_static: bool = False,
+    out_dtype: Any = None,
     stream: Any = None,
     config: SkinnyGemmConfig | None = None,
 ) -> Any:
     """Multiply one to eight tokens with a weight, and add a residual where there is one.
 
     ``out[m, n] = sum over k of x[m, k] * weight[n, k] (+ residual[m, n])``. bfloat16 or float16,
-    float32 sums, the residual added in float32, one rounding. The same inputs give the same bits,
-    run after run. Tensors may come from PyTorch, CuPy, NumPy, JAX or any DLPack producer, all on
-    one CUDA device, or all on the CPU, where the same function runs in NumPy.
+    float32 sums, the residual added in float32, one rounding, with ``out_dtype=float32`` none. The
+    same inputs give the same bits, run after run. Tensors may come from PyTorch, CuPy, NumPy, JAX
+    or any DLPack producer, all on one CUDA device, or all on the CPU, where the same function runs
+    in NumPy.
 
     Args:
         x: [M, K] bfloat16 or float16, M from 0 to 8, K a multiple of 8. Inner stride 1, row stride
@@ -54,6 +55,8 @@ def skinny_gemm(
             its predecessor before it reads x and residual, so both are safe.
         weight_is_static: a promise: the preceding kernel does not write the weight, which may then
             be fetched before that kernel has ended.
+        out_dtype: None for that of x, or float32: the sums as they are, without a rounding. ``out``
+            is of that type; it may then not be the residual.
         stream: an int handle or an object with ``__cuda_stream__``. By default PyTorch's current
             stream, or CuPy's where no argument is a PyTorch tensor. PyTorch tensors used on another
             stream are recorded with its allocator; CuPy arrays must outlive the kernel.
@@ -75,9 +78,14 @@ def skinny_gemm(
         >>> k3cupy.skinny_gemm(x[:, 6144:6272], weight, residual)[0, 0]
         tensor(129., dtype=torch.float16)
     """
-    if config is not None or type(weight_is_static) is not bool or type(pdl) not in OPTIONAL_BOOL:
+    if (
+        config is not None
+        or type(weight_is_static) is not bool
+        or type(pdl) not in OPTIONAL_BOOL
+        or out_dtype is not None
+    ):
         _check(locals())
-    return OPERATION((x, weight, residual, out), (pdl, weight_is_static, config), stream)
+    return OPERATION((x, weight, residual, out), (pdl, weight_is_static, config, out_dtype), stream)
 
 
 def explain_skinny_gemm(*args: Any, **kwargs: Any) -> Choice:
@@ -97,21 +105,26 @@ def explain_skinny_gemm(*args: Any, **kwargs: Any) -> Choice:
 def _check(given: Given) -> None:
     checks.check_flags(given, "pdl", "weight_is_static")
     check_skinny_config(given["config"])
+    if given["out_dtype"] is not None:
+        gemm.out_dtype_of(given["out_dtype"])
 
 
 def _accept(values: Values, given: Given) -> GemmProblem:
-    static = given["weight_is_static"]
-    problem = gemm.accept(gemm.OURS, gemm.SKINNY, values, weight_is_static=static)
+    asked = {name: given[name] for name in ("weight_is_static", "out_dtype")}
+    problem = gemm.accept(gemm.OURS, gemm.SKINNY, values, **asked)
     check_skinny_config(given["config"], problem.num_tokens)
     return problem
 
 
 def _choose(problem: GemmProblem, gpu: DeviceInfo, given: Given) -> Choice:
-    adds = problem.residual is not None
-    found = choose((SKINNY,), *problem.size, gpu, residual=adds, config=given["config"])
-    if found.origin == RULE or problem.x.dtype == "bfloat16":
-        return found
-    return replace(found, reason=f"{found.reason}, with bfloat16")
+    return choose(
+        (SKINNY,),
+        *problem.size,
+        gpu,
+        residual=problem.residual is not None,
+        config=given["config"],
+        measured_as=problem.measured_as,
+    )
 
 
 def _compute(problem: GemmProblem, arrays: dict[str, Any]) -> None:
@@ -122,7 +135,7 @@ OPERATION = Operation(
     function=skinny_gemm,
     kernel=kernel,
     arguments=gemm.OURS.arguments,
-    options=("pdl", "weight_is_static", "config"),
+    options=("pdl", "weight_is_static", "config", "out_dtype"),
     accept=_accept,
     choose=_choose,
     reference=_compute,

@@ -16,7 +16,7 @@ from typing import Any
 
 from k3cupy import projections
 from k3cupy.accept import checks
-from k3cupy.accept.gemm import check_fused_a_config, check_skinny_config
+from k3cupy.accept.gemm import check_fused_a_config, check_skinny_config, out_dtype_of
 from k3cupy.choose.gemm import ALL, FUSED_A, SKINNY, choose
 from k3cupy.choose.mla import configs
 from k3cupy.constants import CTYPES
@@ -36,7 +36,7 @@ from k3cupy.runtime.tensors import is_integer
 Flags = bool | Sequence[bool]
 Names = str | Sequence[str]
 Numbers = int | Iterable[int] | None
-Shapes = Iterable[tuple[int, int]] | None
+Shapes = Iterable[tuple[int, int]] | str | None
 Wanted = Callable[[DeviceInfo], Iterable[Instance]]
 """Gives the instances that calls will need on a GPU."""
 
@@ -57,22 +57,24 @@ def warmup(
     """Compile and load what an operation will need, on threads, so that later calls need not.
 
     ``dtype``, ``kv_cache`` and the flags take one value or several, and all combinations are
-    compiled; ``config``, and the linear layer's ``batch_invariant``, take one:
+    compiled; ``config``, ``out_dtype``, and the linear layer's ``batch_invariant``, take one:
 
     - ``"mla_decode"``: dtype, kv_cache, query_fp8 (None: with an fp8 cache), rope,
       kv_inputs_ready, vector (False: the element-wise instance), config.
     - ``"mla_prefill"``, for the caches named and both context operations, or the name of one of
       the five: dtype, kv_cache, rope, vector, config.
     - ``"fused_a_gemm"``: shapes, tokens, residual, weight_is_static, batch_invariant, strided
-      (None: rows of x that follow one another, and apart), vector, config.
-    - ``"skinny_gemm"``: shapes, tokens, residual, weight_is_static, dtype, vector, config.
+      (None: rows of x that follow one another, and apart), vector, out_dtype, config.
+    - ``"skinny_gemm"``: shapes, tokens, residual, weight_is_static, dtype, vector, out_dtype,
+      config.
     - ``"low_latency_linear"``: shapes, tokens, residual, weight_is_static, batch_invariant (None:
-      as ``is_batch_invariant`` says), for x of both kinds.
+      as ``is_batch_invariant`` says), out_dtype, for x of both kinds.
 
     ``dtype`` is ``"bfloat16"`` or ``"float16"``; ``kv_cache`` ``"bf16"`` (or ``"fp16"``: the
-    inputs' type), ``"fp8"``, ``"fp8_ds_mla"``; ``shapes`` (N, K) of the weights, None for every
-    projection of Kimi-K3; ``tokens`` every M that will come, None for all that one launch takes;
-    ``config`` None for every configuration that a call may get.
+    inputs' type), ``"fp8"``, ``"fp8_ds_mla"``; ``shapes`` (N, K) of the weights, the name of a
+    preset such as ``"deepseek-v3-tp8"``, or None for every projection of Kimi-K3; ``tokens`` every
+    M that will come, None for all that one launch takes; ``out_dtype`` None or float32, of outputs
+    of the GEMMs; ``config`` None for every configuration that a call may get.
 
     Args:
         op: which operation.
@@ -208,11 +210,13 @@ def _fused_a_gemm(
     batch_invariant: Flags = False,
     strided: Flags | None = None,
     vector: Flags = True,
+    out_dtype: Any = None,
     config: FusedAGemmConfig | None = None,
 ) -> Wanted:
     pairs = shapes_of(shapes, fused_a_gemm.K_MULTIPLE)
     counts = tokens_of(tokens, fused_a_gemm.MAX_TOKENS)
     check_fused_a_config(config, max(counts))
+    float32 = out_dtype is not None and bool(out_dtype_of(out_dtype))
     products = [*itertools.product(pairs, counts)]
     apart = (False, True) if strided is None else _several(strided)
 
@@ -223,7 +227,7 @@ def _fused_a_gemm(
             for each, far, static, wide in itertools.product(
                 chosen, apart, _several(weight_is_static), _several(vector)
             ):
-                variant = fused_a_gemm.Variant(wide, static, adds)
+                variant = fused_a_gemm.Variant(wide, static, adds, float32)
                 yield from _fused_a_instances(each, variant, far)
 
     return wanted
@@ -253,6 +257,7 @@ def _skinny_gemm(
     weight_is_static: Flags = False,
     dtype: Names = "bfloat16",
     vector: Flags = True,
+    out_dtype: Any = None,
     config: SkinnyGemmConfig | None = None,
 ) -> Wanted:
     pairs = shapes_of(shapes, skinny_gemm.K_MULTIPLE)
@@ -262,6 +267,7 @@ def _skinny_gemm(
     for count in counts:
         check_skinny_config(config, count)
     products, kinds = [*itertools.product(pairs, counts)], _named("dtype", dtype, CTYPES)
+    float32 = out_dtype is not None and bool(out_dtype_of(out_dtype))
 
     def wanted(gpu: DeviceInfo) -> Iterator[Instance]:
         for adds in _several(residual):
@@ -269,7 +275,7 @@ def _skinny_gemm(
             for each, kind, wide, static in itertools.product(
                 chosen, kinds, _several(vector), _several(weight_is_static)
             ):
-                yield each.instance(skinny_gemm.Variant(kind, wide, adds, static))
+                yield each.instance(skinny_gemm.Variant(kind, wide, adds, static, float32))
 
     return wanted
 
@@ -280,11 +286,13 @@ def _low_latency_linear(
     residual: Flags = False,
     weight_is_static: Flags = False,
     batch_invariant: bool | None = None,
+    out_dtype: Any = None,
 ) -> Wanted:
     pairs = shapes_of(shapes, k_multiple=1)
     most = fused_a_gemm.MAX_TOKENS
     counts = tokens_of(range(1, most + 1) if tokens is None else tokens, _MOST_ROWS)
     invariant = batch_invariance.resolved(batch_invariant)
+    float32 = out_dtype is not None and bool(out_dtype_of(out_dtype))
     if invariant:
         rows = (part for count in counts for part in slices(count))
         counts = tuple(dict.fromkeys(part.stop - part.start for part in rows))
@@ -295,10 +303,10 @@ def _low_latency_linear(
             for static in _several(weight_is_static):
                 if found.kernel == SKINNY:
                     yield found.config.instance(
-                        skinny_gemm.Variant(has_residual=adds, weight_is_static=static)
+                        skinny_gemm.Variant("bfloat16", True, adds, static, float32)
                     )
                 elif found.kernel == FUSED_A:
-                    variant = fused_a_gemm.Variant(True, static, adds)
+                    variant = fused_a_gemm.Variant(True, static, adds, float32)
                     yield from _fused_a_instances(found.config, variant, count > 1)
 
     return wanted
@@ -332,7 +340,8 @@ def _named(option: str, value: Names, known: Iterable[str]) -> Sequence[str]:
 
 def shapes_of(shapes: Shapes, k_multiple: int) -> tuple[tuple[int, int], ...]:
     """Return (N, K) of each weight, None for every projection of Kimi-K3; refuse wrong ones."""
-    pairs = [(p.n, p.k) for p in projections.shapes()] if shapes is None else list(shapes)
+    name = projections.MODELS[0] if shapes is None else shapes
+    pairs = list(projections.preset_shapes(name) if isinstance(name, str) else name)
     for pair in pairs:
         if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(map(_is_count, pair))):
             reject("shapes", "pairs (N, K) of integers above 0", shown(pair))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from k3cupy.accept.gemm import out_dtype_of
 from k3cupy.ops import linear
 from k3cupy.runtime import streams
 from k3cupy.runtime.errors import reject
@@ -23,6 +24,7 @@ def linear_of_any_rank(
     residual: Tensor | None = None,
     weight_is_static: bool = False,
     batch_invariant: bool | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute ``x @ weight.T (+ residual)`` over the last dimension of x, as the operator does.
 
@@ -33,6 +35,7 @@ def linear_of_any_rank(
         weight_is_static: nothing but PyTorch's in-place operations writes the weight. It is
             fetched ahead of the preceding kernel's end, but not in the first call behind a write.
         batch_invariant: as for ``low_latency_linear``.
+        out_dtype: as for it.
 
     Returns:
         A new contiguous [..., N] tensor.
@@ -41,7 +44,12 @@ def linear_of_any_rank(
     rank = x.dim()
     if rank == 2 or not rank:
         out = linear.low_latency_linear(
-            x, weight, residual, batch_invariant=batch_invariant, weight_is_static=static
+            x,
+            weight,
+            residual,
+            batch_invariant=batch_invariant,
+            weight_is_static=static,
+            out_dtype=out_dtype,
         )
     else:
         shape = (*x.shape[:-1], *weight.shape[:-1])
@@ -53,6 +61,7 @@ def linear_of_any_rank(
             None if residual is None else _as_rows(residual),
             batch_invariant=batch_invariant,
             weight_is_static=static,
+            out_dtype=out_dtype,
         ).view(shape)
     if weight_is_static and not static and out.numel():
         settle(weight)
@@ -143,14 +152,23 @@ def _refuse_forward_mode() -> None:
         reject("x", "a call outside of forward-mode AD", "one inside", hint, TypeError)
 
 
-def _shape_of(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+def _shape_of(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor | None = None,
+    weight_is_static: bool = False,
+    batch_invariant: bool | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
     """Return a tensor like the operator's result, for tracing."""
     _refuse_forward_mode()
+    if out_dtype is not None:
+        out_dtype_of(out_dtype)
     torch._check(
         weight.dim() == 2 and x.dim() > 0 and x.shape[-1] == weight.shape[1],
         lambda: f"weight: expected shape [N, K] for x {list(x.shape)}, got {list(weight.shape)}",
     )
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype or x.dtype)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -161,10 +179,13 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     # Arguments at the end that have their defaults do not come here.
     wanted = ctx.needs_input_grad
-    grad_x = grad @ weight if wanted[0] else None
-    grad_weight = _as_rows(grad).T @ _as_rows(x) if wanted[1] else None
-    grad_residual = grad if any(wanted[2:3]) else None
-    return (grad_x, grad_weight, grad_residual, None, None)[: len(wanted)]
+    kind = grad.dtype  # float32 where the output is
+    grad_x = (grad @ weight.to(kind)).to(x.dtype) if wanted[0] else None
+    grad_weight = None
+    if wanted[1]:
+        grad_weight = (_as_rows(grad).T @ _as_rows(x).to(kind)).to(weight.dtype)
+    grad_residual = grad.to(x.dtype) if any(wanted[2:3]) else None
+    return (grad_x, grad_weight, grad_residual, None, None, None)[: len(wanted)]
 
 
 low_latency_linear = torch.library.custom_op(
@@ -173,7 +194,7 @@ low_latency_linear = torch.library.custom_op(
     mutates_args=(),
     schema=(
         "(Tensor x, Tensor weight, Tensor? residual=None, bool weight_is_static=False, "
-        "bool? batch_invariant=None) -> Tensor"
+        "bool? batch_invariant=None, ScalarType? out_dtype=None) -> Tensor"
     ),
 )
 low_latency_linear.register_fake(_shape_of)
