@@ -76,9 +76,8 @@ _OF_MANY_ROWS = _shape(64, 128, 2, 4, 2)
 and more, so that with batch invariance 64 tokens may have those."""
 
 _SPLITS = (1, 2, 4)
-_MAX_STAGES = 12
-_SPREAD_FROM, _UNIT_OF_SPREAD = 16, 4
-_DEEPEST_FROM = 32
+_MAX_STAGES, _FEW_TOKENS = 12, 16
+_UNIT_OF_SPREAD = 4
 _ORDER_OF_ALL = (4, 1)
 """A summation order that every tile_m has candidates for, so that batch invariance is possible."""
 
@@ -136,10 +135,10 @@ def _even_rows(n: int, split_k: int, waves: int, device: DeviceInfo) -> int:
 def candidates(n: int, k: int, num_tokens: int, device: DeviceInfo) -> tuple[FusedAGemmConfig, ...]:
     """Return the configurations worth measuring for a product on a GPU.
 
-    Rings are as deep as shared memory allows with all blocks just resident, and for few tokens also
-    with room for one more block a multiprocessor, where the next kernel's blocks can begin. Where
-    there are too many blocks to be resident at once, a few of them on each multiprocessor take
-    turns.
+    Rings are as deep as shared memory allows with all blocks just resident, or else with as many as
+    fit, and for few tokens also with room for one more block a multiprocessor, where the next
+    kernel's blocks can begin. Where there are too many blocks to be resident at once, a few of them
+    on each multiprocessor take turns.
     """
     tile_m = tile_m_of(num_tokens)
     found: dict[FusedAGemmConfig, None] = {}
@@ -153,14 +152,11 @@ def candidates(n: int, k: int, num_tokens: int, device: DeviceInfo) -> tuple[Fus
                 tile_k //= 2
             draft = replace(shape, tile_m=tile_m, tile_k=tile_k, split_k=split_k)
             resident = -(-blocks // device.num_sms)
-            least = resident if resident <= 3 else 2
-            counts = range(least, least + (2 if resident <= 3 else 3))
-            deepened = [_deepened(draft, k, device, count) for count in counts]
-            if tile_m >= _DEEPEST_FROM:  # as many as fit, and no room beside them
-                counts = range(least, 0, -1)
-                made = (_deepened(draft, k, device, count) for count in counts)
-                deepened = [next(filter(None, made), None)]
-            for config in filter(None, deepened):
+            counts = range(resident, resident + 2) if resident <= 3 else range(2, 5)
+            if tile_m > _FEW_TOKENS:
+                counts = range(counts[0], 0, -1)
+            fitting = filter(None, (_deepened(draft, k, device, count) for count in counts))
+            for config in itertools.islice(fitting, 1 if tile_m > _FEW_TOKENS else None):
                 if not config.mapped_x or config.can_map(k):
                     found |= dict.fromkeys([config, *_spread(config, n, device)])
     return tuple(found) or (replace(_SMALLEST, tile_m=tile_m),)
@@ -169,16 +165,13 @@ def candidates(n: int, k: int, num_tokens: int, device: DeviceInfo) -> tuple[Fus
 def _spread(config: FusedAGemmConfig, n: int, device: DeviceInfo) -> tuple[FusedAGemmConfig, ...]:
     """Return a configuration with fewer rows a block, so that no multiprocessor is left out.
 
-    Empty where that is no other one, where a smaller tile has room for these rows, and where the
-    bytes of one multiprocessor are not what counts: with few tokens, with some more where it would
-    be an eighth of them or less.
+    Empty where that is no other one, where a smaller tile has room for these rows, and with few
+    tokens where it would be less than an eighth of them.
     """
-    if config.tile_m < _SPREAD_FROM:
-        return ()
     waves = -(-config.blocks(n) // device.num_sms)
     rows = _even_rows(n, config.split_k, waves, device)
     rows = -(-rows // _UNIT_OF_SPREAD) * _UNIT_OF_SPREAD  # what is stored together
-    most = config.tile_n if config.tile_m > _SPREAD_FROM else config.tile_n * 7 // 8 + 1
+    most = config.tile_n if config.tile_m > _FEW_TOKENS else config.tile_n * 7 // 8 + 1
     is_other = config.tile_n - config.product_rows < rows < most
     return (replace(config, block_rows=rows),) if is_other else ()
 
