@@ -119,6 +119,8 @@ def _shapes(
             for tile_n, warps_k in itertools.product((least, least + unit), _EVEN_WARPS_K):
                 even = _shape(tile_n, tile_k, warps_k, 4 * teams, 2, WARPGROUP_TOKENS)
                 yield replace(even, mapped_x=alone)
+                if alone and tile_n == least:  # who fetches x better is close
+                    yield even
 
 
 def _even_rows(n: int, split_k: int, waves: int, device: DeviceInfo) -> int:
