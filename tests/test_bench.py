@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from bench_helpers import ROOT, document
+from bench_helpers import ROOT, Small, document, on_no_gpu, timed_as
 from click.testing import CliRunner
 
 from k3cupy import projections
@@ -270,35 +272,47 @@ def test_bench_without_a_gpu_is_one_clear_line(which: str) -> None:
 
 OF_DECODE, OF_PREFILL, OF_GEMM = "decode_h200_bars", "prefill_h200_bars", "gemm_h200_bars"
 KINDS = ("16bit+same", "fp8+fp8")
+SMALL, MODEL = ("end", "none"), ("gemm", "none")
+"""Neighbours: small kernels, and the model's product before it."""
+
 ASKED = [
     # The options, the committed results that stand for the measured ones, what each run is given
     (
         "decode --kind fp8+fp8 --tokens 4 --heads 6 --chain-only",
         OF_DECODE,
-        [(("fp8+fp8",), (4,), 6, [("chain", True)])],
+        [(("fp8+fp8",), (4,), 6, [("chain", True)], MODEL)],
     ),
     (
         "decode --kind 16bit+same --kind fp8+fp8",
         OF_DECODE,
         [
-            (KINDS, TOKENS[MLA_DECODE], 12, [("chain", True)]),
+            (KINDS, TOKENS[MLA_DECODE], 12, [("chain", True)], MODEL),
             (
                 KINDS,
                 (1, 4, 16, 64, 65, 128, 512),
                 12,
                 [("chain", False), ("alone", True), ("alone", False)],
+                MODEL,
             ),
         ],
     ),
     (
         "prefill --op kv_concat --tokens 7 --rope",
         OF_PREFILL,
-        [(["fused_mla_kv_concat"], (7,), 12, True)],
+        [(["fused_mla_kv_concat"], (7,), 12, True, SMALL)],
     ),
-    ("prefill", OF_PREFILL, [(OPS, TOKENS[MLA_PREFILL], 12, False)]),
-    ("gemm --shape 2112x7168 --tokens 3", OF_GEMM, [(((2112, 7168),), (3,))]),
-    ("gemm", OF_GEMM, [(projections.preset_shapes("kimi-k3"), TOKEN_CLASSES)]),
-    ("gemm --preset glm-5.2", OF_GEMM, [(projections.preset_shapes("glm-5.2"), TOKEN_CLASSES)]),
+    (
+        "prefill --producer gemm --consumer early",
+        OF_PREFILL,
+        [(OPS, TOKENS[MLA_PREFILL], 12, False, ("gemm", "early"))],
+    ),
+    ("gemm --shape 2112x7168 --tokens 3", OF_GEMM, [(((2112, 7168),), (3,), SMALL)]),
+    ("gemm", OF_GEMM, [(projections.preset_shapes("kimi-k3"), TOKEN_CLASSES, SMALL)]),
+    (
+        "gemm --preset glm-5.2",
+        OF_GEMM,
+        [(projections.preset_shapes("glm-5.2"), TOKEN_CLASSES, SMALL)],
+    ),
     ("linear --shape 2112x7168", "linear_h200_bars", [(((2112, 7168),), tuple(range(1, 17)))]),
     (
         "linear --preset deepseek-v3-tp8",
@@ -322,7 +336,7 @@ def test_bench_measures_what_is_asked_for(
     monkeypatch.setattr(
         module,
         "as_document",
-        lambda entries, commit: {**measured_there, "commit": f"{commit} of {len(entries)}"},
+        lambda entries, commit, *_: {**measured_there, "commit": f"{commit} of {len(entries)}"},
     )
     path = tmp_path / "folder/found.json"
     done = CliRunner().invoke(main, ["bench", name, *words, "--json", str(path), "--commit", "abc"])
@@ -423,3 +437,66 @@ def test_a_wrong_prefill_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(PrefillStep, "run", lambda step, config: None)
     with pytest.raises(RuntimeError, match="differs from the reference, not timed"):
         prefill.run_entry("fused_mla_kv_concat", 4, 12, False, mla_prefill.CANDIDATES[:1])
+
+
+# What a benchmark makes of the times, on a GPU that is none
+
+
+def in_the_chain(names: list[str]) -> float:
+    """3 us for a producer and a consumer; alone nothing but what is between them."""
+    between = [name for name in names if "read_all" not in name and "write_rows" not in name]
+    return 3.0 * (len(between) < len(names)) + 0.5 * len(between) + 2.0
+
+
+@pytest.mark.parametrize("scenario", ["chain", "alone"])
+def test_the_decode_epilogue_is_what_it_adds_and_alone_beside_it(
+    scenario: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from k3cupy.bench import decode
+
+    small = on_no_gpu(monkeypatch)
+    timed_as(monkeypatch, small, in_the_chain)
+    monkeypatch.setattr(decode, "DecodeStep", functools.partial(DecodeStep, device="cpu"))
+    some = mla_decode.CANDIDATES[:2]
+    chosen = SimpleNamespace(config=some[1])
+    monkeypatch.setattr(decode.k3cupy, "explain_mla_decode", lambda **_: chosen)
+    found = decode.run_entry("16bit+ds_mla", 4, 2, scenario, True, some, ("early", "end"))
+    base = 5.0 if scenario == "chain" else 0.0
+    assert found.chain_us == base
+    assert found.alone_us == {"ours": 2.0}
+    assert found.empty_us == (0.5 if base else 2.5)
+    assert [c["us"] for c in found.candidates] == [0.0 if base else 2.0] * 2
+    assert found.dispatched == asdict(some[1])
+    triggers = {each.name.partition("Trigger::")[2] for each in small}
+    assert triggers == ({"", "kEarly>", "kEnd>"} if base else {""})
+
+
+def test_a_prefill_epilogue_is_what_it_adds_and_alone_beside_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from k3cupy.bench import prefill
+
+    class Copies:
+        def __init__(self, size: int) -> None:
+            assert size > 0
+
+        def device_to_device(self) -> None:
+            small.append(Small("copy", 1, True, []))
+
+        def one_warp_a_row(self) -> None:
+            small.extend([Small("copy", 1, True, [])] * 2)
+
+    small = on_no_gpu(monkeypatch)
+    timed_as(monkeypatch, small, in_the_chain)
+    monkeypatch.setattr(prefill, "PrefillStep", functools.partial(PrefillStep, device="cpu"))
+    monkeypatch.setattr(prefill, "Copies", Copies)
+    some = mla_prefill.CANDIDATES[:2]
+    chosen = SimpleNamespace(config=some[1])
+    monkeypatch.setattr(prefill.k3cupy, "explain_mla_prefill", lambda *_, **__: chosen)
+    monkeypatch.setattr(prefill.graphs, "in_turns", lambda run, of: lambda: run(of[0]))
+    monkeypatch.setattr(PrefillStep, "run", lambda *_: None)
+    monkeypatch.setattr(PrefillStep, "check", lambda *_: None)
+    found = prefill.run_entry("fused_mla_kv_concat", 5, 2, False, some)
+    assert (found.copy_us, found.row_copy_us, found.torch_us) == (0.5, 1.0, 0.0)
+    assert [c["us"] for c in found.candidates] == [0.0, 0.0]
+    assert found.alone_us == {"ours": 2.0, "warp a row": 3.0}

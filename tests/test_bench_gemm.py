@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from bench_helpers import ROOT, document
+from bench_helpers import ROOT, document, on_no_gpu, timed_as
 from click.testing import CliRunner
 from tune_helpers import GPU, FakeMeter, made_up_us, use_fake_gpu
 from tune_helpers import run as tune_with
 
-from k3cupy.bench import forms, report
+from k3cupy.bench import floor, forms, report
 from k3cupy.choose.gemm import candidates
 from k3cupy.choose.table import GEMM, entry_of, parts_of, table_text
 from k3cupy.cli import main
+from k3cupy.kernels.fused_a_gemm import FusedAGemmConfig
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.tuning import files
 from k3cupy.tuning.entries import LINEAR, Candidate, entry_from, times_of
@@ -299,6 +300,11 @@ def test_what_makes_no_table_is_one_clear_line(exports: list[Path], tmp_path: Pa
     exports[1].write_text(exports[1].read_text().replace("Test GPU", "NVIDIA B200"))
     code, output = apply(*exports, "--tables", tmp_path)
     assert (code, output) == (1, "Error: expected runs of one gpu, got NVIDIA B200, Test GPU\n")
+    alone = exports[0].read_text().replace("us added to the chain, cold weights", "us a launch")
+    exports[1].write_text(alone)
+    code, output = apply(*exports, "--tables", tmp_path)
+    told = "expected runs measured in one way, got us a launch and us added to the chain, cold"
+    assert code == 1 and output.startswith(f"Error: {told}")
     gemm = tmp_path / "gemm.json"
     gemm.write_text(json.dumps(gemm_document(gemm_entry())))
     code, output = apply(gemm, "--tables", tmp_path)
@@ -335,3 +341,54 @@ def test_a_small_run_of_low_latency_linear_on_the_gpu(monkeypatch: pytest.Monkey
         assert not entry.reason.startswith("row stride"), "the slices are taken as they are"
     assert all(us > 0 for us in linear.host_time(1536, 128).values())
     assert len(linear.remarks(found)) == 2
+
+
+# The floor
+
+
+@pytest.mark.parametrize("vectors", [1, 24_576, 1_892_352, 5_634_048])
+@pytest.mark.parametrize("form", floor.FORMS, ids=str)
+def test_every_form_of_the_floor_reads_every_byte_once(form: floor.Form, vectors: int) -> None:
+    """Each block's part, each thread's steps through it: their lengths are all the vectors."""
+    blocks, block_step, thread_step, of_block = form.numbers(vectors, 132)
+    if thread_step == form.block_size:
+        assert block_step == of_block and blocks * of_block >= vectors > (blocks - 1) * of_block
+    else:
+        assert (block_step, thread_step) == (form.block_size, blocks * form.block_size)
+        assert of_block == vectors
+    if not form.blocks_per_sm:
+        assert of_block <= form.block_size * form.in_flight, "one pass"
+
+
+def test_a_floor_that_a_product_beats_is_reported_as_none() -> None:
+    assert floor.remark([("96x128 at M = 1", 1.3, 1.4)]) == "No product was faster than the floor."
+    told = floor.remark([("96x128 at M = 1", 1.78, 1.32), ("96x128 at M = 2", 1.3, 1.3)])
+    assert told.startswith("A floor that a product beats is none: 1 here, 96x128 at M = 1 (1.32 us")
+
+
+def test_a_product_is_what_it_adds_and_alone_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The floor is the best of its forms in the same place; strided x has a chain of its own."""
+    from k3cupy.bench import gemm
+    from k3cupy.timing.products import Product
+
+    small = on_no_gpu(monkeypatch)
+
+    def us(names: list[str]) -> float:
+        ends = [name for name in names if "read_all" in name or "write_rows" in name]
+        streams = [name for name in names if "stream_bytes" in name]
+        return 3.0 * bool(ends) + 1.5 * len(streams) + 2.0
+
+    timed_as(monkeypatch, small, us)
+    config = FusedAGemmConfig(8, 16, 64, 2, 2, 4, 1, 1, 1)
+    monkeypatch.setattr(gemm, "chosen", lambda *_, **__: config)
+    product = Product(96, 256, 5, device="cpu")
+    weights = [torch.randn(96, 256, dtype=torch.bfloat16) for _ in range(2)]
+    once, _ = floors = [floor.body_of(form, weights[0]) for form in floor.FORMS[:2]]
+    floors[1] = lambda weight: [once(weight), once(weight)]
+    found = gemm.run_entry(product, weights, floors, ("early", "none"))
+    assert found.floor_us == 1.5 and found.alone_us == {"floor": 3.5, "linear": 2.0, "ours": 2.0}
+    assert found.linear_us == found.strided_us == found.waiting_us == found.invariant_us == 0.0001
+    assert found.candidates[0]["us"] == 0.0001
+    written = {s.arguments[3] for s in small if "write_rows" in s.name}
+    assert written == {product.x.data_ptr(), product.strided.data_ptr()}
+    assert all("kEarly" in s.name for s in small if "write_rows" in s.name)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import helpers
+import numpy as np
 import oracle
 import pytest
 import torch
@@ -214,24 +215,30 @@ def mla_cases() -> Iterator[Case]:
 
 
 def chain_case(name: str) -> Case:
-    """A neighbour of what is measured: it writes nothing."""
+    """A neighbour of what is measured: it writes rows anew, or nothing."""
 
     def call(device: str) -> Judge:
         loaded = instances.load(Instance("tuning/chain.cu", f"k3cupy::{name}"), 0)
-        queue = launch.make_launcher(
-            0, loaded.kernel, grid=3, block=96, pdl=devices.info(0).has_pdl
-        )
+        pdl = devices.info(0).has_pdl
+        queue = launch.make_launcher(0, loaded.kernel, grid=4, block=96, pdl=pdl)
         data, sink = normal((8 * 301,), 1).to(device), torch.zeros(1, dtype=torch.int32).to(device)
-        count = data.numel() // 8
-        queue(0, [data.data_ptr(), count, sink.data_ptr()] if name == "read_all" else [])
+        target = torch.zeros(7, 8 * 43 + 64, dtype=BF16).to(device)
+        rows, numbers = data.view(7, 8 * 43), [np.uint32(301), np.uint32(43)]
+        arguments = {
+            "write_rows": [*numbers, target.data_ptr(), 2 * target.stride(0)],
+            "read_all": [data.numel() // 8, sink.data_ptr()],
+        }.get(name.partition("<")[0])
+        queue(0, [data.data_ptr(), *arguments] if arguments else [])
 
         def judge() -> None:
-            assert data.isfinite().all()
             assert sink.item() == 0
+            wrote = name.startswith("write_rows")
+            assert target[:, : 8 * 43].equal(rows if wrote else torch.zeros_like(rows))
+            assert not target[:, 8 * 43 :].any()
 
         return judge
 
-    return Case(f"chain-{name}", call)
+    return Case(f"chain-{name.replace('k3cupy::Trigger::', '')}", call)
 
 
 CASES = (
@@ -239,7 +246,11 @@ CASES = (
     *skinny_cases(),
     *mla_cases(),
     chain_case("empty_kernel"),
-    chain_case("read_all"),
+    *(
+        chain_case(f"{name}<k3cupy::Trigger::{trigger}>")
+        for name in ("write_rows", "read_all")
+        for trigger in ("kEnd", "kEarly", "kNone")
+    ),
 )
 
 

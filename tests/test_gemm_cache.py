@@ -173,6 +173,11 @@ UNUSABLE: dict[str, tuple[Callable[[Path, dict[str, Any]], None], str]] = {
     "directory": (a_directory, "cannot be read"),
     "pipe": (a_pipe, "cannot be read"),
     "older-kernels": (of_other_kernels, "kernels of another version"),
+    "alone": (
+        with_fields(unit="us a launch, cold weights"),
+        "measured in another way (in 'us a launch, cold weights', not in 'us added to the chain",
+    ),
+    "nobody-says-how": (with_fields(unit=None), "measured in another way (in None, not in"),
 }
 
 
@@ -203,6 +208,28 @@ def test_an_unusable_file_is_replaced_by_the_next_measurement(name: str, path: P
         warnings.simplefilter("ignore")
         assert cache.add("gemm", [measured(8)], H200) == path
     assert measured(8).key in {entry.key for entry in quiet_read()}
+
+
+@pytest.mark.parametrize("family", ["gemm", "mla_decode", "mla_prefill"])
+def test_what_was_measured_alone_and_in_the_chain_never_stand_together(
+    family: str, path: Path
+) -> None:
+    """One line says that the old ones are put aside; the next measurement replaces all of them."""
+    (table,) = (t for t in shipped(family) if t.header["gpu"] == NAME)
+    some = [replace(entry, date="", sources="") for entry in list(table)[:3]]
+    path = path.with_name(f"{family}.json")
+    assert cache.add(family, some[:2], H200) == path
+    document = json.loads(path.read_text())
+    assert document["unit"].startswith("us added to the chain")
+    path.write_text(json.dumps({**document, "unit": "us a launch"}))
+    with pytest.warns(UserWarning, match="they were measured in another way") as caught:
+        cache.reload()
+        assert not list(cache.table(family, NAME)) and not list(cache.table(family, NAME))
+        assert cache.add(family, some[2:], H200) == path
+    assert len(caught) == 1
+    cache.reload()
+    assert [entry.key for entry in cache.table(family, NAME)] == [some[2].key]
+    assert json.loads(path.read_text())["unit"] == document["unit"]
 
 
 ENTRY = measured(8).fields()

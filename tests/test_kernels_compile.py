@@ -26,6 +26,7 @@ from toolchain_helpers import (
     write,
 )
 
+from k3cupy.bench import floor
 from k3cupy.kernels.mla_decode import CANDIDATES, SOURCE, MlaDecodeConfig, Variant
 from k3cupy.runtime import sources
 from k3cupy.runtime.errors import CompileError
@@ -65,8 +66,14 @@ def test_the_kernels_of_the_benchmark_compile() -> None:
         for split in (1, 3)
     ]
     assert len(compile_cubin("bench/public_structure.cu", names, "sm_90").symbols) == 8
-    names = ["k3cupy::empty_kernel", "k3cupy::read_all"]
-    assert len(compile_cubin("tuning/chain.cu", names, "sm_90").symbols) == 2
+    triggers = [f"k3cupy::Trigger::{name}" for name in ("kEnd", "kEarly", "kNone")]
+    names = [f"k3cupy::{name}<{t}>" for name in ("write_rows", "read_all") for t in triggers]
+    for arch in ("sm_80", "sm_90"):
+        cubin = compile_cubin("tuning/chain.cu", ["k3cupy::empty_kernel", *names], arch)
+        assert len(cubin.symbols) == 7
+    names = list(dict.fromkeys(form.instance.name_expression for form in floor.FORMS))
+    streams = compile_cubin("bench/stream.cu", names, "sm_90")
+    assert len(streams.symbols) == len(names)
     assert compile_cubin("bench/row_copy.cu", ["k3cupy::copy_rows"], "sm_90").symbols
 
 

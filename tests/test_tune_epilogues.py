@@ -298,10 +298,10 @@ def test_a_step_of_prefill_tells_right_from_wrong(
 class FakeBench:
     """A chain of 3 us; the epilogues add their number, one of them hides behind its neighbours."""
 
-    launches, replays = 7, 9
+    launches, replays, first = 7, 9, None
 
-    def base(self) -> float:
-        return 3.0
+    def base(self) -> Callable[[], float]:
+        return lambda: 3.0
 
     def check(self, kernel: str, config: int) -> str | None:
         return None
@@ -313,19 +313,16 @@ class FakeBench:
 def test_a_chain_counts_what_the_epilogue_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[Any] = []
 
-    class FakeRecorded(dict[Any, Any]):
-        def __init__(self, launches: int) -> None:
-            self.launches = launches
+    def measure(every: list[Callable[[], float]], launches: int, **effort: int) -> list[float]:
+        assert (launches, effort["replays"]) == (7, 9)
+        return [body() for body in every]
 
-        def record(self, name: Any, body: Callable[[], float]) -> None:
-            recorded.append(name)
-            self[name] = body
+    def capture(body: Callable[[], float], launches: int, first: None) -> Callable[[], float]:
+        recorded.append(body())
+        return body
 
-        def measure(self, names: list[Any], effort: graphs.Effort) -> list[float]:
-            assert self.launches == 7 and effort.replays == 9
-            return [self[name]() * effort.rounds / effort.rounds for name in names]
-
-    monkeypatch.setattr(graphs, "Recorded", FakeRecorded)
+    monkeypatch.setattr(graphs, "capture", capture)
+    monkeypatch.setattr(graphs, "measure", measure)
     monkeypatch.setattr(instances, "load", lambda instance, device: instance)
     monkeypatch.setattr(CudaMeter, "_made", lambda self, target: FakeBench())
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
@@ -334,6 +331,6 @@ def test_a_chain_counts_what_the_epilogue_adds(monkeypatch: pytest.MonkeyPatch) 
     three = [Candidate("mla_decode", added) for added in (2, 1, -1)]
     assert meter.time(target, three, Effort.GLANCE) == [2.0, 1.0, 0.0001]
     assert meter.time(target, three[:1], Effort.FULL) == [2.0]
-    assert recorded == [None, *three], "each is recorded once"
+    assert recorded == [3.0, 5.0, 4.0, 2.0], "each is recorded once"
     assert meter.check(target, Candidate("mla_decode", DECODE[0])) is None
     meter.close()

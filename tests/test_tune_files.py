@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -198,6 +199,10 @@ def of_other_kernels(document: dict[str, Any]) -> None:
     document["sources"] = "0123"
 
 
+def measured_alone(document: dict[str, Any]) -> None:
+    document["unit"] = "us a launch, cold weights"
+
+
 def not_measured(document: dict[str, Any]) -> None:
     document["problems"]["bfloat16 2112x7168"][0] = {"size": 1, "kernel": "skinny", "config": None}
 
@@ -234,6 +239,7 @@ def with_an_impossible_config(document: dict[str, Any]) -> None:
     [
         (of_another_gpu, "^those of NVIDIA B200 in"),
         (of_other_kernels, "^those of"),
+        (measured_alone, "^'us a launch, cold weights' in"),
         (not_measured, "figures that nobody measured"),
         (of_an_architecture, "figures that nobody measured"),
         (of_a_later_schema, "expected schema 2, got 3"),
@@ -320,6 +326,20 @@ def test_a_dry_run_lists_what_would_be_measured() -> None:
     assert len(lines) == 3
 
 
+def test_the_parts_of_a_preset_are_all_of_it_and_share_nothing() -> None:
+    """Each GPU measures its own, and `bench apply` makes one table of them."""
+
+    def named(*arguments: str) -> list[str]:
+        code, output = command(*arguments, "--tokens", "8", "--no-residual", "--dry-run")
+        assert code == 0, output
+        return [line.partition(":")[0] for line in output.splitlines()[1:]]
+
+    every = named("--preset", "kimi-k3-tp8")
+    parts = [named("--preset", "kimi-k3-tp8", "--part", f"{i}/3") for i in (1, 2, 3)]
+    assert sorted(itertools.chain(*parts)) == sorted(every)
+    assert {len(part) for part in parts} <= {len(every) // 3, len(every) // 3 + 1}
+
+
 def test_import_from_the_command_line(export: Path) -> None:
     code, output = command("--import", str(export))
     assert (code, output) == (0, "4 measurements of Test GPU were added\n")
@@ -349,6 +369,12 @@ def test_import_from_the_command_line(export: Path) -> None:
         (("--shape", "2112x7168", "--tokens", "9"), "Error: tokens: expected some of .*, got 9"),
         (("--from-module", "nowhere"), "Error: module: expected .*, got 'nowhere'"),
         (("--preset", "kimi-k2"), "is not one of"),
+        (
+            ("--preset", "kimi-k3", "--part", "0/3"),
+            "'0/3' is no part; write the second of three as",
+        ),
+        (("--preset", "kimi-k3", "--part", "4/3"), "'4/3' is no part"),
+        (("--shape", "96x256", "--part", "1/3"), "--part is of a --preset"),
     ],
 )
 def test_wrong_options_are_one_clear_line(arguments: tuple[str, ...], text: str) -> None:

@@ -1,26 +1,43 @@
-// The floor of a weight-streaming kernel: reads every byte once with 16-byte loads, eight in flight
-// per thread, then waits for its predecessor. No product that reads its weight once does much better.
+// The floor of a weight-streaming kernel: reads every byte once with 16-byte loads and does nothing
+// with them. It lets its consumer be scheduled first of all, and waits for its predecessor last, which
+// a product that reads x cannot: so no product that reads its weight once should do better.
+//
+// The bytes are dealt out in one of two ways. Each block reads a part of its own, or all blocks read
+// side by side; the host says which by three numbers: where a block begins, how far a thread's loads
+// lie apart, and where a block ends. A thread has kInFlight loads on their way, and asks for the next
+// one as soon as one has come.
 
 #include "common/pdl.cuh"
+#include "common/vector.cuh"
 
 namespace k3cupy {
 
-constexpr int kInFlight = 8;
-
-__global__ void __launch_bounds__(512)
-    stream_bytes(const uint4* data, long long count, unsigned int* sink) {
+template <int kBlockSize, int kInFlight>
+__global__ void __launch_bounds__(kBlockSize)
+    stream_bytes(const char* data, long long vectors, long long block_step, long long thread_step,
+                 long long of_block, unsigned int* sink) {
+  release_dependents();
+  const long long begin = blockIdx.x * block_step;
+  const long long end = min(begin + of_block, vectors);
+  Vector<8> value[kInFlight];
+  const auto load = [&](int j, long long at) {
+    if (at < end) load_streaming(value[j], data + 16 * at);
+  };
+  long long at = begin + threadIdx.x;
+#pragma unroll
+  for (int j = 0; j < kInFlight; ++j) {
+    value[j] = {};
+    load(j, at + j * thread_step);
+  }
   unsigned int sum = 0;
-  const long long threads = static_cast<long long>(gridDim.x) * blockDim.x;
-  const long long first = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x;
-  for (long long i = first; i < count; i += threads * kInFlight) {
-    uint4 value[kInFlight];
+  const long long round = kInFlight * thread_step;
+#pragma unroll 1
+  for (; at < end; at += round) {
 #pragma unroll
     for (int j = 0; j < kInFlight; ++j) {
-      const long long at = i + j * threads;
-      value[j] = at < count ? __ldcg(data + at) : make_uint4(0, 0, 0, 0);
+      sum += value[j].word[0] ^ value[j].word[1] ^ value[j].word[2] ^ value[j].word[3];
+      load(j, at + j * thread_step + round);
     }
-#pragma unroll
-    for (int j = 0; j < kInFlight; ++j) sum += value[j].x ^ value[j].y ^ value[j].z ^ value[j].w;
   }
   wait_for_predecessor(data, sink);
   if (sum == 0x5eed5eedu) *sink = sum;

@@ -1,4 +1,4 @@
-"""Benchmark of the MLA decode epilogue: every configuration, alone and where it really sits.
+"""Benchmark of the MLA decode epilogue: every configuration where it really sits, and alone.
 
 The chain is absorbed-query matmul (``torch.bmm``) -> epilogue -> a consumer that waits and reads
 mqa_q, with the strides of the model: ql_nope a transposed matmul output, q_pe a slice of q, kv_c
@@ -24,10 +24,14 @@ from k3cupy.kernels.mla_decode import CANDIDATES, MlaDecodeConfig, Variant
 from k3cupy.runtime import instances, launch
 from k3cupy.runtime.instances import Instance
 from k3cupy.timing import graphs
-from k3cupy.timing.decode_step import BLOCK_SIZE, LAUNCHES, DecodeStep, Neighbours
+from k3cupy.timing.chain import GEMM, NONE, Body, empty, told
+from k3cupy.timing.decode_step import BLOCK_SIZE, LAUNCHES, DecodeStep
 from k3cupy.tuning import targets
 
 KINDS, TOKENS = targets.KINDS[MLA_DECODE], targets.TOKENS[MLA_DECODE]
+
+NEIGHBOURS = GEMM, NONE
+"""The absorbed-query matmul of the framework, and a small kernel that reads mqa_q."""
 
 _THREADS = 256
 _PUBLIC_SPLITS = (1, 3)
@@ -44,6 +48,8 @@ class Entry:
         scenario: ``"chain"`` (time added to the chain) or ``"alone"`` (the kernel after itself).
         pdl: launched with programmatic dependent launch.
         chain_us: the chain without the epilogue; 0 alone.
+        alone_us: ``"ours"``, the dispatched configuration after itself, and ``"public"``, the
+            better of the public structure so.
         empty_us: an empty kernel in the epilogue's place.
         torch_us: the unfused PyTorch operations in its place.
         public_us: a kernel in the public structure (``bench/public_structure.cu``) with one and
@@ -58,6 +64,7 @@ class Entry:
     scenario: str
     pdl: bool
     chain_us: float
+    alone_us: dict[str, float]
     empty_us: float
     torch_us: float
     public_us: dict[str, float]
@@ -118,6 +125,7 @@ def run_entry(
     scenario: str,
     pdl: bool,
     candidates: Sequence[MlaDecodeConfig] = CANDIDATES,
+    around: tuple[str, str] = NEIGHBOURS,
 ) -> Entry:
     """Check, then time every candidate, an empty kernel and PyTorch for one problem.
 
@@ -125,7 +133,6 @@ def run_entry(
         RuntimeError: a candidate gives a wrong bit.
     """
     step = DecodeStep(kind, tokens, heads)
-    neighbours = Neighbours(torch.cuda.current_device(), pdl=pdl)
 
     def run(config: MlaDecodeConfig) -> Callable[[], None]:
         return lambda: step.run(config, pdl=pdl)
@@ -139,16 +146,20 @@ def run_entry(
         if wrong is not None:
             raise RuntimeError(f"{name}: {wrong}, not timed")
 
-    middles = [
-        neighbours.empty,
+    dispatched = k3cupy.explain_mla_decode(**step.arguments, out=step.out).config
+    alone: list[Body] = [run(dispatched), *public.values()]
+    bodies: list[Body] = [
+        empty(pdl=pdl),
         lambda: unfused(step),
         *public.values(),
         *map(run, candidates),
     ]
-    bodies: list[Callable[[], None]] = middles
     if scenario == "chain":
-        bodies = [neighbours.chain(step), *(neighbours.chain(step, each) for each in middles)]
-    times = graphs.measure([graphs.capture(body, LAUNCHES) for body in bodies], LAUNCHES)
+        chain = step.chain(*around, pdl=pdl)
+        bodies = [chain.around(), *map(chain.around, bodies)]
+    recorded = [graphs.capture(body, LAUNCHES) for body in (*alone, *bodies)]
+    ours, *others = (round(us, 4) for us in graphs.measure(recorded, LAUNCHES))
+    others, times = others[: len(public)], others[len(public) :]
     base = times.pop(0) if scenario == "chain" else 0.0
     added = [round(time - base, 4) for time in times]
     return Entry(
@@ -157,11 +168,12 @@ def run_entry(
         heads=heads,
         scenario=scenario,
         pdl=pdl,
-        chain_us=round(base, 4),
+        chain_us=base,
+        alone_us={"ours": ours} | ({"public": min(others)} if others else {}),
         empty_us=added[0],
         torch_us=added[1],
         public_us={str(split): time for split, time in zip(public, added[2:], strict=False)},
-        dispatched=asdict(k3cupy.explain_mla_decode(**step.arguments, out=step.out).config),
+        dispatched=asdict(dispatched),
         candidates=[
             {**asdict(config), "us": time}
             for config, time in zip(candidates, added[2 + len(public) :], strict=True)
@@ -174,6 +186,7 @@ def run(
     tokens: Sequence[int] = TOKENS,
     heads: int = 12,
     scenarios: Sequence[tuple[str, bool]] = (("chain", True),),
+    around: tuple[str, str] = NEIGHBOURS,
 ) -> Iterator[Entry]:
     """Yield the entries of a whole run.
 
@@ -182,11 +195,12 @@ def run(
         tokens: batch sizes.
         heads: H.
         scenarios: (``"chain"`` or ``"alone"``, with PDL).
+        around: kinds of the producer and of the consumer.
     """
     wanted = [c.instance(Variant.of_kind(kind)) for kind in kinds for c in CANDIDATES]
     instances.load_all(wanted, torch.cuda.current_device())
     for (scenario, pdl), kind, count in itertools.product(scenarios, kinds, tokens):
-        yield run_entry(kind, count, heads, scenario, pdl)
+        yield run_entry(kind, count, heads, scenario, pdl, around=around)
 
 
 def host_time(kind: str, tokens: int = 16, heads: int = 12) -> dict[str, float]:
@@ -207,7 +221,9 @@ def host_time(kind: str, tokens: int = 16, heads: int = 12) -> dict[str, float]:
     }
 
 
-def as_document(entries: Sequence[Entry], commit: str | None = None) -> dict[str, Any]:
+def as_document(
+    entries: Sequence[Entry], commit: str | None = None, around: tuple[str, str] = NEIGHBOURS
+) -> dict[str, Any]:
     """Return a run as its document."""
     return document.of(
         "decode",
@@ -216,7 +232,7 @@ def as_document(entries: Sequence[Entry], commit: str | None = None) -> dict[str
         method={
             "launches_a_graph": LAUNCHES,
             "statistic": "median of 3 rounds of 9 replays, microseconds a launch",
-            "chain": "time added to torch.bmm -> consumer; strides of the model",
+            "chain": f"{told(*around)}; strides of the model",
         },
         host_us={kind: host_time(kind) for kind in ("16bit+same", "fp8+fp8")},
     )

@@ -38,6 +38,20 @@ def _derived(name: str, field: str, form: str = ".2f") -> Column:
     return Column(name, lambda _, s: format(s[field], form))
 
 
+def _alone(*names: str) -> Column:
+    """Return the column of times after themselves; runs of before the chain have none beside it."""
+
+    def cell(entry: Entry, _: Entry) -> str:
+        alone = entry.get("alone_us", {})
+        return _slashed(alone[name] for name in names if name in alone) or "-"
+
+    return Column(f"alone: {' / '.join(names)}", cell)
+
+
+def _slashed(times: Iterable[float]) -> str:
+    return " / ".join(f"{us:.2f}" for us in times)
+
+
 def _configured(which: str) -> Column:
     """Return the column of the best or the dispatched configuration with its time."""
     return Column(which, lambda _, s: f"{s[f'{which}_us']:.2f} ({s[which]})")
@@ -115,10 +129,6 @@ def decode_summary(entry: Entry) -> dict[str, Any]:
         "dispatched_over_split": dispatched_us / min(times["1/256/3"], times["3/256/1"]),
         "over_empty_us": dispatched_us - entry["empty_us"],
     }
-
-
-def _slashed(times: Iterable[float]) -> str:
-    return " / ".join(f"{us:.2f}" for us in times)
 
 
 def _decode_choice(entry: Entry, gpu: DeviceInfo) -> Any:
@@ -217,7 +227,7 @@ def linear_summary(entry: Entry) -> dict[str, Any]:
 
 FORMS = {
     "decode": Form(
-        title="MLA decode epilogue, microseconds a launch",
+        title="MLA decode epilogue, microseconds",
         marker="results",
         summary=decode_summary,
         columns=(
@@ -231,11 +241,12 @@ FORMS = {
             Column("split 1 / 3", lambda _, s: _slashed((s["split1_us"], s["split3_us"]))),
             _configured("best"),
             _configured("dispatched"),
+            _alone("ours", "public"),
         ),
         choice=_decode_choice,
     ),
     "prefill": Form(
-        title="MLA prefill and context epilogues, microseconds a launch",
+        title="MLA prefill and context epilogues, microseconds",
         marker="prefill-results",
         summary=prefill_summary,
         columns=(
@@ -252,11 +263,12 @@ FORMS = {
             _derived("of copy", "of_copy_bandwidth", ".0%"),
             _derived("x warp a row", "over_row_copy"),
             _derived("torch x", "over_torch", ".1f"),
+            _alone("ours", "warp a row"),
         ),
         choice=_prefill_choice,
     ),
     "gemm": Form(
-        title="Fused-A GEMM, cold weights, microseconds a launch",
+        title="Fused-A GEMM, cold weights, microseconds",
         marker="gemm-results",
         summary=gemm_summary,
         columns=(
@@ -267,6 +279,7 @@ FORMS = {
             _derived("ours", "dispatched_us"),
             _derived("x floor", "over_floor"),
             _derived("x linear", "over_linear"),
+            _alone("floor", "linear", "ours"),
             _derived("hot x linear", "hot_over_linear"),
             _derived("strided", "strided_over_packed"),
             _derived("waiting", "waiting_over_static"),

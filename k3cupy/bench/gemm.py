@@ -1,8 +1,9 @@
-"""Benchmark of the fused-A GEMM: time over the time of reading the weight once.
+"""Benchmark of the fused-A GEMM in its chain: time over the time of reading the weight once.
 
-In a model every layer has its own weight, so each launch finds it cold: weights of several hundred
-megabytes take turns. Activations are warm, as they come from the preceding kernel. The floor is a
-kernel that streams the same bytes and does nothing with them.
+A producer writes x, the product runs, a consumer reads its output; what counts is the time that the
+product adds. In a model every layer has its own weight, so each launch finds it cold: weights of
+several hundred megabytes take turns. The floor is a kernel that streams the same bytes in the same
+place and does nothing with them.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from typing import Any
 import torch
 
 import k3cupy
-from k3cupy.bench import document
-from k3cupy.bench.floor import floor_us
+from k3cupy.bench import document, floor
 from k3cupy.choose.gemm import FUSED_A, TOKEN_CLASSES, choose
 from k3cupy.kernels.fused_a_gemm import FusedAGemmConfig, Variant
 from k3cupy.runtime import devices, instances
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.instances import Instance
 from k3cupy.timing import graphs
+from k3cupy.timing.chain import NEIGHBOURS, told
 from k3cupy.timing.cold import COLD_BYTES, Body, Timer, pool_of, weights_of
 from k3cupy.timing.products import Product
 
 
 @dataclass
 class Entry:
-    """One row of results; times in microseconds a launch, weights cold unless it says hot.
+    """One row of results; microseconds added to the chain, weights cold, unless it says otherwise.
 
     Attributes:
         kind: the shape, ``"2112x7168"``.
@@ -38,8 +39,9 @@ class Entry:
         tokens: M.
         floor_us: a kernel that only streams the weight.
         linear_us: ``torch.nn.functional.linear``.
-        linear_hot_us: the same, one weight again and again.
+        linear_hot_us: the same after itself, one weight again and again.
         hot_us: the dispatched configuration so.
+        alone_us: the floor, ``"linear"`` and the dispatched configuration after themselves, cold.
         strided_us: the dispatched configuration on a column slice of a wider tensor.
         waiting_us: the dispatched configuration without the promise that the weight is static.
         invariant_us: the batch-invariant choice.
@@ -55,6 +57,7 @@ class Entry:
     linear_us: float
     linear_hot_us: float
     hot_us: float
+    alone_us: dict[str, float]
     strided_us: float
     waiting_us: float
     invariant_us: float
@@ -91,8 +94,13 @@ def body(
     )
 
 
-def run_entry(product: Product, weights: Sequence[torch.Tensor], floor: float) -> Entry:
-    """Check, then time one product.
+def run_entry(
+    product: Product,
+    weights: Sequence[torch.Tensor],
+    floors: Sequence[Body],
+    around: tuple[str, str] = NEIGHBOURS,
+) -> Entry:
+    """Check, then time one product beside what streams its weight.
 
     Raises:
         RuntimeError: it is wrong; nothing was timed.
@@ -111,33 +119,42 @@ def run_entry(product: Product, weights: Sequence[torch.Tensor], floor: float) -
         if wrong is not None:
             raise RuntimeError(f"{n} x {k}, M = {tokens}, {dispatched}: {wrong}, not timed")
     timer = Timer(weights)
-    times = timer.cold([product.linear, *others, ours])
-    hot = timer.hot([product.linear, ours])
+    chain, strided = product.chain(*around), product.chain(*around, x=product.strided)
+    both = [product.linear, ours]
+    beside = [*floors, *both, *others[1:]]
+    *times, strided_us = timer.added([*beside, others[0]], [*[chain] * len(beside), strided])
+    *streaming, linear_us, us, waiting_us, invariant_us = times
+    *streaming_alone, linear_alone, alone = timer.alone([*floors, *both])
+    hot = timer.hot(both)
     return Entry(
         kind=f"{n}x{k}",
         n=n,
         k=k,
         tokens=tokens,
-        floor_us=floor,
-        linear_us=times[0],
+        floor_us=min(streaming),
+        linear_us=linear_us,
         linear_hot_us=hot[0],
         hot_us=hot[1],
-        strided_us=times[1],
-        waiting_us=times[2],
-        invariant_us=times[3],
+        alone_us={"floor": min(streaming_alone), "linear": linear_alone, "ours": alone},
+        strided_us=strided_us,
+        waiting_us=waiting_us,
+        invariant_us=invariant_us,
         dispatched=asdict(dispatched),
-        candidates=[{**asdict(dispatched), "us": times[4]}],
+        candidates=[{**asdict(dispatched), "us": us}],
     )
 
 
 def run(
-    shapes: Sequence[tuple[int, int]], tokens: Sequence[int] = TOKEN_CLASSES
+    shapes: Sequence[tuple[int, int]],
+    tokens: Sequence[int] = TOKEN_CLASSES,
+    around: tuple[str, str] = NEIGHBOURS,
 ) -> Iterator[Entry]:
     """Yield the entries of a whole run.
 
     Args:
         shapes: (n, k) of the weights.
         tokens: M.
+        around: kinds of the producer and of the consumer.
     """
     device = devices.info(torch.cuda.current_device())
     wanted: list[Instance] = []
@@ -151,9 +168,10 @@ def run(
     pool = pool_of(shapes)
     for n, k in shapes:
         weights = weights_of(n, k, pool)
-        floor = floor_us(Timer(weights))
-        for count in tokens:
-            yield run_entry(Product(n, k, count), weights, floor)
+        products = [Product(n, k, count) for count in tokens]
+        floors = floor.fastest(weights, products[0].chain(*around))
+        for product in products:
+            yield run_entry(product, weights, floors, around)
 
 
 def host_time(n: int = 2112, k: int = 7168, tokens: int = 16) -> dict[str, float]:
@@ -168,17 +186,22 @@ def host_time(n: int = 2112, k: int = 7168, tokens: int = 16) -> dict[str, float
     }
 
 
-def as_document(entries: Sequence[Entry], commit: str | None = None) -> dict[str, Any]:
+def as_document(
+    entries: Sequence[Entry], commit: str | None = None, around: tuple[str, str] = NEIGHBOURS
+) -> dict[str, Any]:
     """Return a run as its document."""
+    found = ((f"{e.kind} at M = {e.tokens}", e.floor_us, e.candidates[0]["us"]) for e in entries)
     return document.of(
         "gemm",
         entries,
         commit,
         method={
+            "chain": told(*around),
             "statistic": "median of 3 rounds of 5 replays of a CUDA graph, microseconds a launch",
             "weights": f"cold: {COLD_BYTES >> 20} MiB of weights take turns; hot: one weight",
-            "floor": "16-byte loads of the weight, the best of six grids, PDL on",
+            "floor": f"16-byte loads of the weight, the best of {len(floor.FORMS)} forms, PDL on",
             "ours": "PDL on, weight_is_static promised, except waiting_us",
         },
         host_us={"fused_a_gemm": host_time()},
+        remarks=[floor.remark(found)],
     )

@@ -16,8 +16,7 @@ import torch
 
 import k3cupy
 from k3cupy import projections
-from k3cupy.bench import document
-from k3cupy.bench.floor import floor_us
+from k3cupy.bench import document, floor
 from k3cupy.bench.forms import PAGE_SHAPES
 from k3cupy.choose import gemm
 from k3cupy.choose.gemm import ALL, FUSED_A, SKINNY
@@ -89,7 +88,7 @@ def ours(x: torch.Tensor) -> Body:
 def run_entry(
     product: Product,
     weights: Sequence[torch.Tensor],
-    floor: float,
+    floors: Sequence[Body],
     candidates: Sequence[Candidate],
     strided: StridedCase | None = None,
 ) -> Entry:
@@ -116,18 +115,19 @@ def run_entry(
     def linear(weight: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.linear(x, weight)
 
-    times = Timer(weights, _EFFORT).cold([linear, ours(x), *calls.values()])
+    timer, chain = Timer(weights, _EFFORT), product.chain(x=x)
+    *times, linear_us, us = timer.added([*calls.values(), *floors, linear, ours(x)], chain)
     return Entry(
         kind=kind,
         n=n,
         k=k,
         tokens=tokens,
-        floor_us=floor,
-        linear_us=times[0],
-        dispatched_us=times[1],
+        floor_us=min(times[len(calls) :]),
+        linear_us=linear_us,
+        dispatched_us=us,
         dispatched=str(dispatched),
         reason=ran.reason,
-        candidates=dict(zip(calls, times[2:], strict=True)),
+        candidates=dict(zip(calls, times, strict=False)),
     )
 
 
@@ -154,18 +154,21 @@ def run(shapes: Sequence[tuple[int, int]], tokens: Sequence[int] = TOKENS) -> It
     pool = pool_of(every)
     for n, k in shapes:
         weights = weights_of(n, k, pool)
-        floor = floor_us(Timer(weights))
-        for count in tokens:
-            candidates = best[GemmTarget(n, k, count)]
-            yield run_entry(Product(n, k, count), weights, floor, candidates)
+        products = [Product(n, k, count) for count in tokens]
+        floors = floor.fastest(weights, products[0].chain())
+        for product in products:
+            candidates = best[GemmTarget(n, k, product.tokens)]
+            yield run_entry(product, weights, floors, candidates)
     for case in cases:
         weights = weights_of(case.n, case.k, pool)
-        floor = floor_us(Timer(weights))
-        for count in _STRIDED_TOKENS:
-            product = Product(
-                case.n, case.k, count, row_width=case.source_row_width, offset=case.offset
-            )
-            yield run_entry(product, weights, floor, (), case)
+        width, offset = case.source_row_width, case.offset
+        products = [
+            Product(case.n, case.k, count, row_width=width, offset=offset)
+            for count in _STRIDED_TOKENS
+        ]
+        floors = floor.fastest(weights, products[0].chain())
+        for product in products:
+            yield run_entry(product, weights, floors, (), case)
 
 
 def remarks(entries: Sequence[Entry]) -> list[str]:
@@ -231,7 +234,7 @@ def as_document(entries: Sequence[Entry], commit: str | None = None) -> dict[str
         method={
             "statistic": "median of 5 rounds of 5 replays of a CUDA graph, microseconds a launch",
             "weights": f"cold: {COLD_BYTES >> 20} MiB of weights take turns",
-            "floor": "16-byte loads of the weight, the best of six grids, PDL on",
+            "floor": f"16-byte loads of the weight, the best of {len(floor.FORMS)} forms, PDL on",
             "ours": "low_latency_linear with weight_is_static; candidates: PDL on, the same "
             "promise, output given",
         },

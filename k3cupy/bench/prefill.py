@@ -1,5 +1,8 @@
 """Benchmark of the prefill and context epilogues: every configuration, by the bytes it moves.
 
+A producer writes the source of keys and values, the epilogue runs, a consumer reads the keys; what
+counts is the time that the epilogue adds.
+
 With few tokens the time is latency: the measure is a kernel that copies as many bytes, one warp a
 row. With many it is bandwidth: the measure is PyTorch's device-to-device copy of as many bytes, and
 the tensors of one launch after the other are different ones, so that none is found in L2.
@@ -34,6 +37,7 @@ from k3cupy.kernels.mla_prefill import (
 from k3cupy.runtime import instances, launch
 from k3cupy.runtime.instances import Instance
 from k3cupy.timing import graphs
+from k3cupy.timing.chain import NEIGHBOURS, Body, told
 from k3cupy.timing.prefill_step import (
     ROTATE_FROM,
     ROTATED_BYTES,
@@ -52,7 +56,7 @@ _ROW_BYTES = 1152  # of a row of bench/row_copy.cu
 
 @dataclass
 class Entry:
-    """One row of results; times in microseconds a launch.
+    """One row of results; microseconds added to the chain.
 
     Attributes:
         kind: the operation, one of ``OPS``.
@@ -63,6 +67,8 @@ class Entry:
         copy_us: ``Tensor.copy_`` that moves as many bytes.
         row_copy_us: a kernel that copies as many bytes, one warp a row.
         torch_us: the unfused PyTorch operations.
+        alone_us: after themselves: ``"ours"``, the dispatched configuration, and
+            ``"warp a row"``, the copy.
         dispatched: the configuration that a call would choose.
         candidates: time of every configuration.
     """
@@ -75,6 +81,7 @@ class Entry:
     copy_us: float
     row_copy_us: float
     torch_us: float
+    alone_us: dict[str, float]
     dispatched: dict[str, int]
     candidates: list[dict[str, Any]] = field(default_factory=list)
 
@@ -159,6 +166,7 @@ def run_entry(
     heads: int,
     rope: bool = False,
     candidates: Sequence[MlaPrefillConfig] = CANDIDATES,
+    around: tuple[str, str] = NEIGHBOURS,
 ) -> Entry:
     """Check, then time every candidate, two copies and PyTorch for one problem.
 
@@ -174,17 +182,26 @@ def run_entry(
         if wrong is not None:
             raise RuntimeError(f"{op}, {config}: {wrong}, not timed")
     copies = [Copies(size) for _ in range(sets)]
-    bodies = [
-        graphs.in_turns(Copies.device_to_device, copies),
-        graphs.in_turns(Copies.one_warp_a_row, copies),
-        graphs.in_turns(unfused, steps),
-        *(
-            graphs.in_turns(functools.partial(PrefillStep.run, config=config), steps)
-            for config in candidates
-        ),
+    dispatched = k3cupy.explain_mla_prefill(op, **steps[0].arguments).config
+
+    def ours(config: MlaPrefillConfig) -> list[Body]:
+        return [functools.partial(step.run, config) for step in steps]
+
+    row_copy: list[Body] = [copy.one_warp_a_row for copy in copies]
+    middles: list[list[Body]] = [
+        [copy.device_to_device for copy in copies],
+        row_copy,
+        [functools.partial(unfused, step) for step in steps],
+        *map(ours, candidates),
     ]
-    recorded = [graphs.capture(body, launches) for body in bodies]
-    times = [round(us, 4) for us in graphs.measure(recorded, launches, replays=5)]
+    chains = [step.chain(*around) for step in steps]
+    links = [[chain.around() for chain in chains]]
+    links += [[c.around(m) for c, m in zip(chains, each, strict=True)] for each in middles]
+    every = [ours(dispatched), row_copy, *links]
+    recorded = [graphs.capture(graphs.in_turns(_run, each), launches) for each in every]
+    found = graphs.measure(recorded, launches, replays=5)
+    alone, row_copy_alone, base, *times = (round(us, 4) for us in found)
+    times = [round(us - base, 4) for us in times]
     return Entry(
         kind=op,
         tokens=tokens,
@@ -194,7 +211,8 @@ def run_entry(
         copy_us=times[0],
         row_copy_us=times[1],
         torch_us=times[2],
-        dispatched=asdict(k3cupy.explain_mla_prefill(op, **steps[0].arguments).config),
+        alone_us={"ours": alone, "warp a row": row_copy_alone},
+        dispatched=asdict(dispatched),
         candidates=[
             {**asdict(config), "us": us} for config, us in zip(candidates, times[3:], strict=True)
         ],
@@ -206,6 +224,7 @@ def run(
     tokens: Sequence[int] = TOKENS,
     heads: int = 12,
     rope: bool = False,
+    around: tuple[str, str] = NEIGHBOURS,
 ) -> Iterator[Entry]:
     """Yield the entries of a whole run.
 
@@ -214,6 +233,7 @@ def run(
         tokens: prompt lengths.
         heads: H.
         rope: with positions, for the operations that have them.
+        around: kinds of the producer and of the consumer.
     """
     wanted = [
         config.instance(Variant(op, rope=rope and op in INSERTS))
@@ -221,16 +241,23 @@ def run(
     ]
     instances.load_all(wanted, torch.cuda.current_device())
     for op, count in itertools.product(ops, tokens):
-        yield run_entry(op, count, heads, rope and op in INSERTS)
+        yield run_entry(op, count, heads, rope and op in INSERTS, around=around)
 
 
-def as_document(entries: Sequence[Entry], commit: str | None = None) -> dict[str, Any]:
+def _run(body: Body) -> None:
+    body()
+
+
+def as_document(
+    entries: Sequence[Entry], commit: str | None = None, around: tuple[str, str] = NEIGHBOURS
+) -> dict[str, Any]:
     """Return a run as its document."""
     return document.of(
         "prefill",
         entries,
         commit,
         method={
+            "chain": told(*around),
             "statistic": "median of 3 rounds of 5 replays of a CUDA graph, microseconds a launch",
             "tensors": f"from {ROTATE_FROM} tokens on several sets take turns, "
             f"{ROTATED_BYTES >> 20} MiB at least",

@@ -48,8 +48,14 @@ def joined(runs: Sequence[Run]) -> Run:
     Runs of later kernels replace what those of earlier kernels say of the same problem, unless the
     fastest of the earlier ones was clearly further ahead of the framework's linear: the tuner's
     candidates change, too. What stays keeps the date and the digest of its kernels.
+
+    Raises:
+        ValueError: they were measured in two ways, as in the chain and alone.
     """
     newest = runs[-1][0]
+    units = {str(header.get("unit")) for header, _ in runs}
+    if len(units) != 1:
+        raise ValueError(f"expected runs measured in one way, got {' and '.join(sorted(units))}")
     found: dict[tuple[str, int], Entry] = {}
     kernels = list(dict.fromkeys(header["sources"] for header, _ in runs))
     for digest in kernels:

@@ -19,6 +19,7 @@ from k3cupy.call.choice import USER
 from k3cupy.call.plans import tables_changed
 from k3cupy.choose.table import (
     SCHEMA,
+    UNITS,
     Entry,
     Table,
     entry_of,
@@ -65,7 +66,7 @@ def table(family: str, gpu: str) -> Table:
     """
     path = path_of(family, gpu)
     try:
-        problems = _problems(path, gpu)
+        problems = _problems(path, family, gpu)
     except OSError as error:
         _warn(path, f"the file is ignored, it cannot be read ({error})")
         problems = {}
@@ -103,7 +104,7 @@ def add(family: str, entries: Iterable[Entry], gpu: DeviceInfo) -> Path | None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{path}.lock", timeout=_LOCK_SECONDS):
-            problems = _problems(path, gpu.name)
+            problems = _problems(path, family, gpu.name)
             known = [entry for each in problems for entry in _entries(path, each, problems[each])]
             merged = {entry.key: entry for entry in (*known, *dated)}
             _replace(path, table_text(header, merged.values()))
@@ -119,7 +120,7 @@ def reload() -> None:
     tables_changed()
 
 
-def _problems(path: Path, gpu: str) -> dict[str, list[Any]]:
+def _problems(path: Path, family: str, gpu: str) -> dict[str, list[Any]]:
     """Return what a file has of each problem: nothing where there is none, or of something else."""
     if _NOWHERE in path.parents:
         return {}
@@ -131,6 +132,10 @@ def _problems(path: Path, gpu: str) -> dict[str, list[Any]]:
         header, problems = parts_of(path.read_text("utf-8", "replace"))  # no text is no JSON either
         if header["gpu"] != gpu:
             raise ValueError(f"expected measurements of {gpu}, got {shown(header['gpu'])}")
+        if header.get("unit") != UNITS[family]:
+            told = f"in {shown(header.get('unit'))}, not in {UNITS[family]!r}"
+            _warn(path, f"all entries are ignored, they were measured in another way ({told})")
+            return {}
     except FileNotFoundError:
         return {}
     except ValueError as error:

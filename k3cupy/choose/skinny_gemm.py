@@ -22,7 +22,7 @@ _PUBLIC_OF_MORE = "128/2/1/8 64/4/1/8 128/3/1/8 128/6/1/8 64/2/2/8 64/3/2/8"
 """By number of rows, what public packages found fast on GPUs of other kinds: block_size,
 outputs_per_block, k_unroll and vector_width, as tables write them."""
 
-_NUM_CANDIDATES, _PUBLIC_CANDIDATES = 8, 3
+_NUM_CANDIDATES, _DIFFERENT = 16, 8
 _WORTH_A_TRY = 1.3
 """A public setting is one up to this many times the model's best time."""
 
@@ -33,26 +33,25 @@ _OF_ONE_BLOCK_SIZE, _OF_ONE_OUTPUTS = 2, 3
 def candidates(n: int, k: int, num_tokens: int, device: DeviceInfo) -> tuple[SkinnyGemmConfig, ...]:
     """Return the configurations worth measuring for a product on a GPU, the likeliest first.
 
-    The model's best, the three of the public settings that it puts first, and what follows in its
-    order: not more than two of one block size and three of one number of outputs, as long as there
-    are others. Near its optimum the model knows less than a measurement.
+    The model's best, then what follows in its order: of the first eight not more than two of one
+    block size and three of one number of outputs, as long as there are others. The public settings
+    that the model does not put far behind come before the rest. Near its optimum the model knows
+    less than a measurement.
     """
     times = {config: estimate_us(config, n, k, device) for config in _possible(n, k, num_tokens)}
     ranked = sorted(times, key=times.__getitem__)
     settings = _PUBLIC.get(num_tokens, _PUBLIC_OF_MORE).split()
     public = {config_of(KERNEL, f"{num_tokens}/{setting}") for setting in settings}
     limit = _WORTH_A_TRY * times[ranked[0]]
-    known = [c for c in ranked if c in public and times[c] < limit][:_PUBLIC_CANDIDATES]
-    found = list(dict.fromkeys((ranked[0], *known)))
-    alike: list[SkinnyGemmConfig] = []
+    known = [c for c in ranked if c in public and times[c] < limit]
+    found: list[SkinnyGemmConfig] = []
     for config in ranked:
-        if config in found:
-            continue
         sizes = sum(c.block_size == config.block_size for c in found)
         outputs = sum(c.outputs_per_block == config.outputs_per_block for c in found)
-        is_another = sizes < _OF_ONE_BLOCK_SIZE and outputs < _OF_ONE_OUTPUTS
-        (found if is_another else alike).append(config)
-    return tuple(sorted((*found, *alike)[:_NUM_CANDIDATES], key=ranked.index))
+        if sizes < _OF_ONE_BLOCK_SIZE and outputs < _OF_ONE_OUTPUTS:
+            found.append(config)
+    every = dict.fromkeys((*found[:_DIFFERENT], *known, *ranked))
+    return tuple(sorted(list(every)[:_NUM_CANDIDATES], key=ranked.index))
 
 
 def _possible(n: int, k: int, num_tokens: int) -> list[SkinnyGemmConfig]:

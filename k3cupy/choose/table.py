@@ -50,11 +50,13 @@ Times = Mapping[str, Mapping[Any, float]]
 AS_GOOD = 1.01
 """Times that differ by less are the same: two runs differ by as much."""
 
-_UNITS = {
-    GEMM: "us a launch, cold weights",
+UNITS = {
+    GEMM: "us added to the chain, cold weights",
     MLA_DECODE: "us added to the chain",
-    MLA_PREFILL: "us a launch",
+    MLA_PREFILL: "us added to the chain",
 }
+"""How the entries of a file were measured; those of two ways are never compared."""
+
 _SHIPPED = Path(__file__).parent / "tables"
 _KEPT = 8192
 """Configurations whose names are kept: tables name the same ones again and again."""
@@ -282,7 +284,7 @@ def header_of(family: str, gpu: DeviceInfo, about: str) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "family": family,
-        "unit": _UNITS[family],
+        "unit": UNITS[family],
         "gpu": gpu.name,
         "arch": gpu.arch,
         "num_sms": gpu.num_sms,

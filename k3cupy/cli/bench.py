@@ -33,6 +33,23 @@ def _result_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+def _chain_options(producer: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return what adds the kinds of the chain's ends, the first one's default given."""
+
+    def add(command: Callable[..., None]) -> Callable[..., None]:
+        for name, default in (("consumer", "none"), ("producer", producer)):
+            command = click.option(
+                f"--{name}",
+                type=click.Choice(["end", "early", "none", "gemm"]),
+                default=default,
+                show_default=True,
+                help=f"The {name}: where it lets the next kernel in, or a product.",
+            )(command)
+        return command
+
+    return add
+
+
 def _need_gpu() -> None:
     try:
         import torch
@@ -56,16 +73,19 @@ def _show(document: dict[str, Any], path: Path | None) -> None:
 @click.option("--tokens", multiple=True, type=int, help="Batch sizes; the table's by default.")
 @click.option("--heads", default=12, show_default=True)
 @click.option("--chain-only", is_flag=True, help="Only the real chain with PDL.")
+@_chain_options("gemm")
 @_result_options
 def decode_command(
     kinds: tuple[str, ...],
     tokens: tuple[int, ...],
     heads: int,
     chain_only: bool,
+    producer: str,
+    consumer: str,
     path: Path | None,
     commit: str | None,
 ) -> None:
-    """The MLA decode epilogue: every mapping and block size, alone and in the chain.
+    """The MLA decode epilogue: every mapping and block size, in the chain and alone.
 
     PDL on and off. An empty kernel and the unfused PyTorch operations are measured in the same run.
     """
@@ -75,17 +95,18 @@ def decode_command(
     unknown = [kind for kind in kinds if kind not in decode.KINDS]
     if unknown:
         raise click.BadParameter(f"{unknown[0]!r} is none of {', '.join(decode.KINDS)}")
-    entries = list(
-        decode.run(kinds or decode.KINDS, tokens or decode.TOKENS, heads, [("chain", True)])
-    )
+    around = producer, consumer
+    every = kinds or decode.KINDS, tokens or decode.TOKENS
+    entries = list(decode.run(*every, heads, [("chain", True)], around))
     if not chain_only:
         entries += decode.run(
             kinds or decode.KINDS[:2],
             tokens or (1, 4, 16, 64, 65, 128, 512),
             heads,
             [("chain", False), ("alone", True), ("alone", False)],
+            around,
         )
-    _show(decode.as_document(entries, commit), path)
+    _show(decode.as_document(entries, commit, around), path)
 
 
 @bench.command("prefill")
@@ -93,12 +114,15 @@ def decode_command(
 @click.option("--tokens", multiple=True, type=int, help="Prompt lengths; the table's by default.")
 @click.option("--heads", default=12, show_default=True)
 @click.option("--rope/--no-rope", default=False, show_default=True, help="With positions.")
+@_chain_options("end")
 @_result_options
 def prefill_command(
     ops: tuple[str, ...],
     tokens: tuple[int, ...],
     heads: int,
     rope: bool,
+    producer: str,
+    consumer: str,
     path: Path | None,
     commit: str | None,
 ) -> None:
@@ -116,8 +140,9 @@ def prefill_command(
     unknown = [op for op in wanted if op not in OPS]
     if unknown:
         raise click.BadParameter(f"{unknown[0]!r} is none of {', '.join(names)}")
-    entries = prefill.run(wanted or OPS, tokens or prefill.TOKENS, heads, rope)
-    _show(prefill.as_document(list(entries), commit), path)
+    around = producer, consumer
+    entries = prefill.run(wanted or OPS, tokens or prefill.TOKENS, heads, rope, around)
+    _show(prefill.as_document(list(entries), commit, around), path)
 
 
 @bench.command("gemm")
@@ -125,16 +150,19 @@ def prefill_command(
 @preset_option("The weights of a named model.")
 @click.option("--tokens", multiple=True, type=click.IntRange(1, 64), help="M; the table's.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the times over the floor.")
+@_chain_options("end")
 @_result_options
 def gemm_command(
     shapes: tuple[tuple[int, int], ...],
     preset: str | None,
     tokens: tuple[int, ...],
     plot: Path | None,
+    producer: str,
+    consumer: str,
     path: Path | None,
     commit: str | None,
 ) -> None:
-    """The fused-A GEMM, against F.linear and the time of streaming the weight.
+    """The fused-A GEMM in its chain, against F.linear and the time of streaming the weight.
 
     Cold and hot weights, packed and strided x, with and without the promise of a static weight.
     """
@@ -145,8 +173,9 @@ def gemm_command(
     from k3cupy.choose.gemm import TOKEN_CLASSES
 
     wanted = named_shapes(shapes, preset)
-    entries = gemm.run(wanted, tokens or TOKEN_CLASSES)
-    document = gemm.as_document(list(entries), commit)
+    around = producer, consumer
+    entries = gemm.run(wanted, tokens or TOKEN_CLASSES, around)
+    document = gemm.as_document(list(entries), commit, around)
     _show(document, path)
     if plot is not None:
         from k3cupy.bench.plots import plot_gemm

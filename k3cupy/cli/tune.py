@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,24 @@ from typing import Any
 import click
 
 from k3cupy.cli.options import preset_option, shape_option
+from k3cupy.projections import preset_shapes
 from k3cupy.runtime import devices
-from k3cupy.runtime.errors import CompileError, ToolchainError
+from k3cupy.runtime.errors import CompileError, ToolchainError, shown
 from k3cupy.tuning import files
 from k3cupy.tuning import tune as tuning
 
 _INTERRUPTED = 130
+
+
+def _part(context: click.Context, parameter: click.Parameter, text: str | None) -> slice | None:
+    """Return which of the weights ``2/3`` means: the second of three, the fifth and so on."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d{1,4})/(\d{1,4})", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        message = f"{shown(text)} is no part; write the second of three as 2/3"
+        raise click.BadParameter(message, context, parameter)
+    return slice(int(match[1]) - 1, None, int(match[2]))
 
 
 @click.command()
@@ -32,6 +45,12 @@ _INTERRUPTED = 130
     "module",
     metavar="PACKAGE.MODULE:NAME",
     help="Linear layers of a model of yours: a module, or what makes one.",
+)
+@click.option(
+    "--part",
+    callback=_part,
+    metavar="I/N",
+    help="Only the I-th of N parts of the weights of a preset, for several GPUs or runs.",
 )
 @click.option("--kind", "kinds", multiple=True, help="MLA: formats, or an operation; all.")
 @click.option("--heads", "num_heads", type=int, help="MLA: local heads; 12 by default.")
@@ -54,6 +73,7 @@ def tune(
     export: Path | None,
     source: Path | None,
     device: int | None,
+    part: slice | None,
     **named: Any,
 ) -> None:
     """Measure on this GPU which kernel and configuration each call is to take, and keep it.
@@ -65,6 +85,10 @@ def tune(
         name: None if value == () else value for name, value in named.items()
     }
     try:
+        if part is not None:
+            if options["preset"] is None:
+                raise click.UsageError("--part is of a --preset")
+            options["shapes"] = preset_shapes(options.pop("preset"))[part]
         if source is not None:
             gpu = devices.info(devices.ordinal_of(device))
             count = len(files.import_file(source, gpu))

@@ -1,4 +1,4 @@
-"""What the tuner times of each family: a call with its tensors, its check and what is replayed."""
+"""What the tuner times of each family: a call with its tensors, its check and its chain."""
 
 from __future__ import annotations
 
@@ -6,95 +6,109 @@ import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch
-
-from k3cupy.runtime import devices
 from k3cupy.timing import cold, graphs, prefill_step
-from k3cupy.timing.decode_step import LAUNCHES, DecodeStep, Neighbours
+from k3cupy.timing.chain import Body
+from k3cupy.timing.decode_step import LAUNCHES, DecodeStep
 from k3cupy.timing.prefill_step import PrefillStep
 from k3cupy.timing.products import Product
 
-Body = Callable[[], Any]
-
 
 class Bench(Protocol):
-    """A call with its tensors.
+    """A call with its tensors; what counts is the time that it adds to its chain.
 
     Attributes:
         launches: of one graph.
         replays: timed ones a round.
-        base: what its times are counted from; None for nothing.
+        first: what each graph begins with, if anything.
     """
 
     launches: int
     replays: int
-    base: Body | None
+    first: Callable[[], Any] | None
 
     def check(self, kernel: str, config: Any) -> str | None:
         """Run a configuration into poisoned memory and say what is wrong, or None."""
 
+    def base(self) -> Body:
+        """Return the chain without the call."""
+
     def body(self, kernel: str, config: Any) -> Body:
-        """Return what is timed."""
+        """Return the chain with the call."""
 
 
 class GemmBench:
     """A product with cold weights, cut from one pool of memory for all products."""
 
     replays = 3
-    base: Body | None = None
 
     def __init__(self, n: int, k: int, tokens: int, residual: bool, pool: Any) -> None:
         self._product = Product(n, k, tokens, residual=residual)
-        self._weights = cold.weights_of(n, k, pool)
-        self.launches = cold.launches_of(self._weights)
+        self._weights, self.launches, self.first = cold.in_short(cold.weights_of(n, k, pool))
+        self._chain = self._product.chain()
 
     def check(self, kernel: str, config: Any) -> str | None:
         """Compare with the product in float32."""
         return self._product.check(self._product.call(kernel, config), self._weights[0])
 
+    def base(self) -> Body:
+        """Return what writes x and what reads the product."""
+        return self._chain.around()
+
     def body(self, kernel: str, config: Any) -> Body:
-        """Return the call of a linear layer."""
-        return graphs.in_turns(self._product.call(kernel, config), self._weights)
+        """Return the same with the call of a linear layer between them."""
+        call = self._product.call(kernel, config)
+        return self._chain.around(graphs.in_turns(call, self._weights))
 
 
 class DecodeBench:
-    """The chain around the decode epilogue; what counts is what that adds to it."""
+    """The decode epilogue between the absorbed-query matmul and what reads mqa_q."""
 
     launches, replays = LAUNCHES, 9
+    first: Callable[[], Any] | None = None
 
     def __init__(self, problem: str, tokens: int, heads: int) -> None:
-        device = torch.cuda.current_device()
         self._step = DecodeStep(problem, tokens, heads)
-        self._neighbours = Neighbours(device, pdl=devices.info(device).has_pdl)
-        self.base: Body | None = self._neighbours.chain(self._step)
+        self._chain = self._step.chain()
 
     def check(self, kernel: str, config: Any) -> str | None:
         """Compare all bits with the CPU reference."""
         return self._step.check(lambda: self._step.run(config))
 
+    def base(self) -> Body:
+        """Return the chain without the epilogue."""
+        return self._chain.around()
+
     def body(self, kernel: str, config: Any) -> Body:
         """Return the chain with the epilogue."""
-        return self._neighbours.chain(self._step, lambda: self._step.run(config))
+        return self._chain.around(lambda: self._step.run(config))
 
 
 class PrefillBench:
     """A prefill epilogue; for long prompts several sets of tensors take turns."""
 
     replays = 5
-    base: Body | None = None
+    first: Callable[[], Any] | None = None
 
     def __init__(self, problem: str, tokens: int, heads: int) -> None:
         named = (problem, tokens, heads)
         size = prefill_step.bytes_moved(*named)
         sets = prefill_step.sets_of(tokens, size)
         self._steps = [PrefillStep(*named, seed=seed) for seed in range(sets)]
+        self._chains = [step.chain() for step in self._steps]
         self.launches = prefill_step.launches_of(size, sets)
 
     def check(self, kernel: str, config: Any) -> str | None:
         """Compare with the CPU reference, or with what was right before."""
         return self._steps[0].check(config)
 
+    def base(self) -> Body:
+        """Return what writes the keys' and values' source and what reads the result, in turns."""
+        return graphs.in_turns(lambda link: link(), [chain.around() for chain in self._chains])
+
     def body(self, kernel: str, config: Any) -> Body:
-        """Return the call."""
-        run = functools.partial(PrefillStep.run, config=config)
-        return graphs.in_turns(run, self._steps)
+        """Return the same with the call between them."""
+        links = [
+            chain.around(functools.partial(step.run, config))
+            for chain, step in zip(self._chains, self._steps, strict=True)
+        ]
+        return graphs.in_turns(lambda link: link(), links)

@@ -1,4 +1,4 @@
-"""A step of MLA decode with its neighbours, and whether what a kernel wrote of it is right.
+"""A step of MLA decode in its chain, and whether what a kernel wrote of it is right.
 
 The chain is absorbed-query matmul (``torch.bmm``) -> epilogue -> a consumer that waits and reads
 mqa_q, with the strides of the model: ql_nope a transposed matmul output, q_pe a slice of q, kv_c
@@ -16,8 +16,7 @@ import torch
 import k3cupy
 from k3cupy.constants import DS_MLA_ROW_BYTES, KV_LORA_RANK, LATENT_DIM, QK_ROPE_HEAD_DIM
 from k3cupy.kernels.mla_decode import MlaDecodeConfig, Variant
-from k3cupy.runtime import devices, instances, launch
-from k3cupy.runtime.instances import Instance
+from k3cupy.timing.chain import GEMM, NONE, Chain, consumer_of, producer_of
 
 LAUNCHES = 200
 """Of one graph."""
@@ -26,7 +25,6 @@ BLOCK_SIZE = 64
 _LEAST_BLOCKS = 64
 _NOPE_HEAD_DIM = 128
 _QKV_A_WIDTH = 2112
-_THREADS = 256
 
 
 class DecodeStep:
@@ -95,6 +93,12 @@ class DecodeStep:
         """Run the predecessor."""
         torch.bmm(self._q_nope, self._w_uk, out=self._absorbed)
 
+    def chain(self, producer: str = GEMM, consumer: str = NONE, *, pdl: bool = True) -> Chain:
+        """Return what writes ql_nope and what reads mqa_q; GEMM is the absorbed-query matmul."""
+        is_model = producer == GEMM
+        before = self.absorb if is_model else producer_of(self._absorbed, producer, pdl=pdl)
+        return Chain(before, consumer_of(self.out, consumer, pdl=pdl))
+
     def run(self, config: MlaDecodeConfig, *, pdl: bool | None = None) -> None:
         """Run the kernel."""
         k3cupy.fused_mla_decode_q_concat_kv_cache_insert(
@@ -124,45 +128,3 @@ class DecodeStep:
             **{**self.arguments, **read, "kv_cache": cache}, out=out
         )
         return out, cache
-
-
-class Neighbours:
-    """What is launched as the epilogue is: an empty kernel, and the consumer."""
-
-    def __init__(self, device: int, *, pdl: bool) -> None:
-        def launcher(name: str) -> launch.Launcher:
-            kernel = instances.load(Instance("tuning/chain.cu", f"k3cupy::{name}"), device)
-            return launch.make_launcher(
-                device,
-                kernel.kernel,
-                grid=devices.info(device).num_sms,
-                block=_THREADS,
-                pdl=pdl,
-            )
-
-        self._empty = launcher("empty_kernel")
-        self._read_all = launcher("read_all")
-        self._sink = torch.zeros(1, device="cuda", dtype=torch.int32)
-
-    def chain(
-        self, step: DecodeStep, middle: Callable[[], Any] | None = None
-    ) -> Callable[[], None]:
-        """Return the chain of a step with something in the place of the epilogue, or nothing."""
-
-        def body() -> None:
-            step.absorb()
-            if middle is not None:
-                middle()
-            self.consume(step.out)
-
-        return body
-
-    def empty(self) -> None:
-        """Launch the empty kernel."""
-        self._empty(torch.cuda.current_stream().cuda_stream, [])
-
-    def consume(self, out: torch.Tensor) -> None:
-        """Launch the consumer of mqa_q."""
-        count = out.numel() * out.element_size() // 16
-        stream = torch.cuda.current_stream().cuda_stream
-        self._read_all(stream, [out.data_ptr(), count, self._sink.data_ptr()])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 import time
@@ -13,19 +14,40 @@ import torch
 
 _T = TypeVar("_T")
 
+_HOLD_CYCLES, _MOST_CYCLES = 1 << 18, 1 << 24
+"""Cycles of the GPU, a little more than half a nanosecond each."""
 
-def capture(body: Callable[[], Any], launches: int) -> torch.cuda.CUDAGraph:
+_LEAST_US = 0.0001
+"""What hides behind its neighbours adds no time; a table has no times of 0."""
+
+
+def capture(
+    body: Callable[[], Any], launches: int, first: Callable[[], Any] | None = None
+) -> torch.cuda.CUDAGraph:
     """Record ``launches`` calls of ``body`` one after the other, after one call to warm up.
 
-    Other threads may load kernels meanwhile: only what this thread does is captured or refused.
+    Before them comes ``first``, if anything. Other threads may load kernels meanwhile: only what
+    this thread does is captured or refused.
     """
     body()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(launches):
-            body()
+    with torch.cuda.stream(_capture_stream(torch.cuda.current_device())):
+        # Not `torch.cuda.graph`: it gives all free memory back first, which takes longer than this.
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            if first is not None:
+                first()
+            for _ in range(launches):
+                body()
+        finally:
+            graph.capture_end()
     return graph
+
+
+@functools.cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def measure(
@@ -52,19 +74,32 @@ def measure(
     times: list[list[float]] = [[] for _ in graphs]
     for _ in range(rounds):
         for graph, found in zip(graphs, times, strict=True):
-            for _ in range(warm):
-                graph.replay()
-            marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
-            marks[0].record()
-            for mark in marks[1:]:
-                graph.replay()
-                mark.record()
-            torch.cuda.synchronize()
-            found += [
-                start.elapsed_time(end) * 1000 / launches
-                for start, end in itertools.pairwise(marks)
-            ]
+            found += [us / launches for us in _turn(graph, replays, warm)]
     return [statistics.median(found) for found in times]
+
+
+def _turn(graph: torch.cuda.CUDAGraph, replays: int, warm: int) -> list[float]:
+    """Return the microseconds of each timed replay, none of which waited for the host.
+
+    A short graph is over before the host has queued the next replay, the more so while other
+    threads compile. So the GPU is held back first, for longer where a replay was queued too late.
+    """
+    hold = _HOLD_CYCLES
+    while True:
+        for _ in range(warm):
+            graph.replay()
+        torch.cuda._sleep(hold)
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+        marks[0].record()
+        was_late = False
+        for begin, end in itertools.pairwise(marks):
+            graph.replay()
+            was_late |= begin.query()
+            end.record()
+        torch.cuda.synchronize()
+        if not was_late or hold >= _MOST_CYCLES:
+            return [a.elapsed_time(b) * 1000 for a, b in itertools.pairwise(marks)]
+        hold *= 4
 
 
 @dataclass(frozen=True)
@@ -83,15 +118,27 @@ class Effort:
 
 
 class Recorded:
-    """Bodies as graphs of many launches, to be timed again and again."""
+    """Bodies as graphs of many launches, to be timed again and again.
 
-    def __init__(self, launches: int) -> None:
-        self._launches = launches
+    Each graph begins with ``first``, if anything, which counts where nothing is subtracted.
+    """
+
+    def __init__(self, launches: int, first: Callable[[], Any] | None = None) -> None:
+        self._launches, self._first = launches, first
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
 
     def record(self, name: Hashable, body: Callable[[], Any]) -> None:
         """Keep a body under a name."""
-        self._graphs[name] = capture(body, self._launches)
+        self._graphs[name] = capture(body, self._launches, self._first)
+
+    def added(
+        self, names: Sequence[Hashable], bases: Sequence[Hashable], effort: Effort
+    ) -> list[float]:
+        """Return the microseconds that each body adds to its base, measured in the same turns."""
+        every = list(dict.fromkeys((*bases, *names)))
+        us = dict(zip(every, self.measure(every, effort), strict=True))
+        pairs = zip(names, bases, strict=True)
+        return [max(round(us[name] - us[base], 4), _LEAST_US) for name, base in pairs]
 
     def __contains__(self, name: Hashable) -> bool:
         """Whether a body was recorded under a name."""

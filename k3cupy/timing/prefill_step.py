@@ -30,6 +30,7 @@ from k3cupy.kernels.mla_prefill import (
     QKV_QUANT,
     MlaPrefillConfig,
 )
+from k3cupy.timing.chain import END, NONE, Chain, consumer_of, producer_of
 
 _BLOCK_SIZE = 64
 _POSITIONS = 4096
@@ -141,6 +142,7 @@ class PrefillStep:
             )
             for width in SIGNATURES[op].outputs.values()
         ]
+        self._kv = kv
         self._sound: list[torch.Tensor] | None = None
         self._query = self.arguments["q"].clone() if self.turns_query else None
 
@@ -148,6 +150,10 @@ class PrefillStep:
     def turns_query(self) -> bool:
         """Whether q is turned in place."""
         return self.rope and not SIGNATURES[self.op].is_fp8
+
+    def chain(self, producer: str = END, consumer: str = NONE) -> Chain:
+        """Return what writes the source of keys and values and what reads the keys."""
+        return Chain(producer_of(self._kv, producer), consumer_of(self.outs[0], consumer))
 
     def run(self, config: MlaPrefillConfig | None) -> None:
         """Run the kernel."""

@@ -10,6 +10,7 @@ import torch
 import k3cupy
 from k3cupy.call.choice import LINEAR
 from k3cupy.choose.gemm import FUSED_A, SKINNY
+from k3cupy.timing.chain import END, NONE, Chain, consumer_of, producer_of
 
 _ROUNDING = 2**-8
 _EXTRA_COLUMNS = 64
@@ -78,6 +79,13 @@ class Product:
         run = runs[kernel]
         options: dict[str, Any] = {"out": self.out, "config": config, "weight_is_static": True}
         return lambda weight: run(self.x, weight, self.residual, **options)
+
+    def chain(
+        self, producer: str = END, consumer: str = NONE, *, x: torch.Tensor | None = None
+    ) -> Chain:
+        """Return what writes x, or the given one in its place, and what reads ``out``."""
+        written = self.x if x is None else x
+        return Chain(producer_of(written, producer), consumer_of(self.out, consumer))
 
     def check(self, body: Callable[[torch.Tensor], Any], weight: torch.Tensor) -> str | None:
         """Let a body write ``out``, which held NaN, and say what is wrong with it, or None.

@@ -15,15 +15,13 @@ from k3cupy.runtime import devices, instances
 from k3cupy.runtime.errors import CompileError
 from k3cupy.runtime.instances import Instance
 from k3cupy.timing import graphs
-from k3cupy.timing.benches import Bench, Body, DecodeBench, GemmBench, PrefillBench
+from k3cupy.timing.benches import Bench, DecodeBench, GemmBench, PrefillBench
 from k3cupy.timing.cold import pool_of
 from k3cupy.tuning.engine import Effort
 from k3cupy.tuning.entries import Candidate
 from k3cupy.tuning.targets import GemmTarget, Target
 
 _ROUNDS = {Effort.GLANCE: 1, Effort.FULL: 3, Effort.EXTRA: 9}
-_LEAST_US = 0.0001
-"""What hides behind its neighbours adds no time; a table has no times of 0."""
 
 
 class CudaMeter:
@@ -71,33 +69,27 @@ class CudaMeter:
             return f"is refused: {error}"
 
     def time(self, target: Target, candidates: Sequence[Candidate], effort: Effort) -> list[float]:
-        """Return microseconds a launch; the graphs take turns, and each is recorded once."""
+        """Return microseconds added to the chain; graphs take turns, and each is recorded once."""
         bench = self._at(target)
-        every: dict[Candidate | None, Body] = {} if bench.base is None else {None: bench.base}
-        every |= {candidate: bench.body(*candidate) for candidate in candidates}
-        for name, body in every.items():
-            if name not in self._recorded:
-                self._recorded.record(name, body)
+        for candidate in candidates:
+            if candidate not in self._recorded:
+                self._recorded.record(candidate, bench.body(*candidate))
         warm = 1 if effort is Effort.GLANCE else 2
-        times = self._recorded.measure(
-            list(every), graphs.Effort(_ROUNDS[effort], bench.replays, warm)
-        )
-        if bench.base is None:
-            return times
-        return [max(round(us - times[0], 4), _LEAST_US) for us in times[1:]]
+        how = graphs.Effort(_ROUNDS[effort], bench.replays, warm)
+        return self._recorded.added(candidates, [None] * len(candidates), how)
 
     def close(self) -> None:
         """Drop what is queued and wait for what is being compiled."""
         self._threads.shutdown(cancel_futures=True)
-        self._forget()
         self._pool = None
-        torch.cuda.empty_cache()
+        self._forget()
 
     def _at(self, target: Target) -> Bench:
         if self._bench is None or self._target != target:
             self._forget()
             self._bench, self._target = self._made(target), target
-            self._recorded = graphs.Recorded(self._bench.launches)
+            self._recorded = graphs.Recorded(self._bench.launches, self._bench.first)
+            self._recorded.record(None, self._bench.base())
         return self._bench
 
     def _made(self, target: Target) -> Bench:
@@ -109,3 +101,4 @@ class CudaMeter:
     def _forget(self) -> None:
         """Let go of tensors and graphs before those of the next target come."""
         self._bench, self._recorded = None, graphs.Recorded(0)
+        torch.cuda.empty_cache()  # each graph has memory of its own

@@ -14,7 +14,7 @@ from k3cupy.tuning.targets import Target
 if TYPE_CHECKING:  # it imports PyTorch
     from k3cupy.tuning.cuda_meter import CudaMeter
 
-_CLEARLY_BEHIND = 1.15
+_CLEARLY_BEHIND = 1.1
 """A candidate that is as far behind at the first glance is not looked at again."""
 
 _CLOSE = 1.03

@@ -10,6 +10,7 @@ from typing import Any
 from k3cupy.choose import cache
 from k3cupy.choose.table import (
     FAMILIES,
+    UNITS,
     Entry,
     entry_of,
     header_of,
@@ -80,10 +81,13 @@ def import_file(path: Path, gpu: DeviceInfo) -> tuple[Entry, ...]:
         found = f"those of {header['gpu']} in {path}"
         hint = "Another GPU is measured anew: python -m k3cupy tune"
         reject("import", f"measurements of {gpu.name}", found, hint)
+    hint = "Measure anew: python -m k3cupy tune"
     if header["sources"] != kernels_digest(header["family"]):
         wanted = "measurements of the kernels of this version"
-        hint = "Measure anew: python -m k3cupy tune"
         reject("import", wanted, f"those of another in {path}", hint)
+    if header.get("unit") != UNITS[header["family"]]:
+        told = f"{shown(header.get('unit'))} in {path}"
+        reject("import", f"measurements in {UNITS[header['family']]!r}", told, hint)
     cache.add(header["family"], map(undated, entries), gpu)
     cache.reload()
     return entries
