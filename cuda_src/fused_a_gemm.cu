@@ -25,9 +25,11 @@
 //     fetch it, by a tensor map (fused_a_gemm_mapped_x): one thread asks for a stage, and how far
 //     rows lie apart makes no difference.
 //
-// The sum of an element is taken in one fixed order: math warp kWarpsK-th by kWarpsK-th step of 16,
-// then over the warps, then over the blocks of the cluster. It depends on kWarpsK, kSplitK and
-// kProduct, but not on the number of tokens, nor on tile_m, tile_n, tile_k or the depth of the rings.
+// The sum of an element is taken in one fixed order: kPartials partial sums, each of every kPartials-th
+// step of 16 columns; these are added by halves, in the warps that have several, then over the warps;
+// then come the blocks of the cluster. It depends on kPartials and kSplitK, but not on the number of
+// tokens, nor on the tile, the warps that share it, the depth of the rings or kProduct: of a step, the
+// tensor cores of sm_90 make the same bits of a warp's product and of a warpgroup's, as tests show.
 // The residual comes last, in fp32, before the only rounding; where Out is float, nothing is rounded.
 
 #include <cuda_bf16.h>
@@ -77,36 +79,36 @@ __device__ __forceinline__ void compute_tile(const __nv_bfloat16* weight, unsign
     x.template fetch<Tile>(share, memory.x, out.data, threadIdx.x - 32 * Tile::kFirstXWarp);
   }
 
-  StoredShare<Tile, kHasResidual> stored;
-  stored.load(share, residual, num_tokens, out.data);
+  StoredShare<Tile, kHasResidual, Out> stored(share, out, residual, num_tokens);
+  stored.load();
   __syncthreads();
-  store_sums<Tile>(stored, share, memory, out, num_tokens);
+  store_sums(stored, memory);
 }
 
 template <int kTileM, int kTileN, int kTileK, int kStages, int kStagesX, int kWarpsK, int kWarpsN,
-          int kSplitK, int kCopyWarps, Product kProduct, bool kPacked, bool kAlignedX,
+          int kSplitK, int kPartials, int kCopyWarps, Product kProduct, bool kAlignedX,
           bool kWeightIsStatic, bool kHasResidual, typename Out = __nv_bfloat16>
 __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + 2 * kCopyWarps))
     fused_a_gemm(const __nv_bfloat16* weight, unsigned int n, unsigned int k,
                  const __nv_bfloat16* x, unsigned int num_tokens, long long x_row_stride, Out* out,
                  long long out_row_stride, const __nv_bfloat16* residual,
                  long long residual_row_stride, unsigned int block_rows) {
-  compute_tile<Tile<kTileM, kTileN, kTileK, kStages, kStagesX, kWarpsK, kWarpsN, kSplitK,
+  compute_tile<Tile<kTileM, kTileN, kTileK, kStages, kStagesX, kWarpsK, kWarpsN, kSplitK, kPartials,
                     kCopyWarps, kProduct, false>,
                kWeightIsStatic, kHasResidual>(
-      weight, n, k, PointedX<kPacked, kAlignedX>{x, k, x_row_stride, num_tokens}, num_tokens,
+      weight, n, k, PointedX<kAlignedX>{x, x_row_stride, num_tokens}, num_tokens,
       TokenRows<Out>{out, out_row_stride}, {residual, residual_row_stride}, block_rows);
 }
 
 template <int kTileM, int kTileN, int kTileK, int kStages, int kStagesX, int kWarpsK, int kWarpsN,
-          int kSplitK, int kCopyWarps, Product kProduct, bool kWeightIsStatic, bool kHasResidual,
-          typename Out = __nv_bfloat16>
+          int kSplitK, int kPartials, int kCopyWarps, Product kProduct, bool kWeightIsStatic,
+          bool kHasResidual, typename Out = __nv_bfloat16>
 __global__ void __launch_bounds__(32 * (kWarpsK * kWarpsN + kCopyWarps + 1))
     fused_a_gemm_mapped_x(const __nv_bfloat16* weight, unsigned int n, unsigned int k,
                           const __grid_constant__ TensorMap x_map, unsigned int num_tokens,
                           Out* out, long long out_row_stride, const __nv_bfloat16* residual,
                           long long residual_row_stride, unsigned int block_rows) {
-  compute_tile<Tile<kTileM, kTileN, kTileK, kStages, kStagesX, kWarpsK, kWarpsN, kSplitK,
+  compute_tile<Tile<kTileM, kTileN, kTileK, kStages, kStagesX, kWarpsK, kWarpsN, kSplitK, kPartials,
                     kCopyWarps, kProduct, true>,
                kWeightIsStatic, kHasResidual>(weight, n, k, MappedX{&x_map}, num_tokens,
                                               TokenRows<Out>{out, out_row_stride},

@@ -299,7 +299,7 @@ FUSED_A = Gemm(
     k_multiple=16,
     dtypes=(BF16,),
     flags=("pdl", "weight_is_static", "batch_invariant"),
-    template_flags=("packed", "aligned_x", "weight_is_static", "has_residual"),
+    template_flags=("aligned_x", "weight_is_static", "has_residual"),
 )
 SKINNY = Gemm(
     "skinny_gemm",

@@ -113,7 +113,10 @@ FAULTS = (
     Fault(
         "memcheck",
         "fused-A: rows past the last one are stored",
-        (Edit("gemm/epilogue.cuh", "    if (row < share.rows) {\n      if", "    {\n      if"),),
+        (
+            Edit("gemm/epilogue.cuh", "is_aligned && row + kWidth <= share.rows", "is_aligned"),
+            Edit("gemm/epilogue.cuh", "if (row + j < share.rows) {", "{"),
+        ),
         "fused_a-warps-packed",
         r"Invalid __global__ write.*\n.*fused_a_gemm",
     ),
@@ -154,7 +157,7 @@ FAULTS = (
     Fault(
         "racecheck",
         "fused-A: no barrier between the sums of the warps and their reader",
-        (Edit("fused_a_gemm.cu", _BARRIER + "  store_sums<Tile>", "  store_sums<Tile>"),),
+        (Edit("fused_a_gemm.cu", _BARRIER + "  store_sums(", "  store_sums("),),
         "fused_a-warps-packed",
         r"[Rr]ace.*\n?.*fused_a_gemm",
     ),
@@ -207,7 +210,7 @@ FAULTS = (
     Fault(
         "initcheck",
         "fused-A: the residual is read past its columns",
-        (Edit("gemm/epilogue.cuh", "share.first_row + row];", "share.first_row + row + 4];"),),
+        (Edit("gemm/epilogue.cuh", "first_row + row));", "first_row + row + 4));"),),
         "fused_a-warps-aligned-residual",
         r"Uninitialized __global__ memory read.*\n.*fused_a_gemm",
     ),

@@ -70,7 +70,7 @@ def test_a_configuration_of_the_caller_is_the_one_that_runs() -> None:
     decision = k3cupy.explain_fused_a_gemm(x, weight, config=BASE, weight_is_static=True)
     assert decision.config == BASE
     assert decision.reason == "the caller named the configuration"
-    variant = fused_a_gemm.Variant(True, True, True)
+    variant = fused_a_gemm.Variant(True, True)
     assert decision.name_expression == BASE.name_expression(variant)
     assert decision.pdl == devices.info(0).has_pdl
     assert not k3cupy.explain_fused_a_gemm(x, weight, pdl=False).pdl
@@ -147,7 +147,7 @@ def _captures_from_cold() -> None:
     graph, _ = captured(lambda: transposed_op(x, weight.T, target, True))
     graph.replay()
     same_bits(target, out)
-    assert instances.is_loaded(static.config.instance(fused_a_gemm.Variant(True, True, True)), 0)
+    assert instances.is_loaded(static.config.instance(fused_a_gemm.Variant(True, True)), 0)
 
 
 def test_case18_capture_from_cold_and_after_warmup() -> None:

@@ -24,8 +24,8 @@ def test_a_launch(fake_device: FakeDevice) -> None:
     x, weight = inputs(9, 100, 128, strides=(136, 1))
     out = run(x, weight)
     assert out.shape == (9, 100)
-    assert fake_device.loaded == [CONFIG.name_expression(fused_a_gemm.Variant(False, True, True))]
-    assert fake_device.loaded[0].endswith("false, true, true, false>")
+    assert fake_device.loaded == [CONFIG.name_expression(fused_a_gemm.Variant(True, True))]
+    assert fake_device.loaded[0].endswith("kWarp, true, true, false>")
     assert fake_device.limits == [CONFIG.shared_bytes]
     assert fake_device.settings == {
         "grid": 4,
@@ -67,9 +67,9 @@ def test_a_residual(fake_device: FakeDevice) -> None:
     x, weight = inputs(9, 100, 128)
     residual = torch.zeros(9, 107, dtype=x.dtype)[:, 3:103]
     out = run(x, weight, residual)
-    variant = fused_a_gemm.Variant(True, True, True, True)
+    variant = fused_a_gemm.Variant(True, True, True)
     assert fake_device.loaded == [CONFIG.name_expression(variant)]
-    assert fake_device.loaded[0].endswith("true, true, true, true>")
+    assert fake_device.loaded[0].endswith("true, true, true>")
     ((_, arguments),) = fake_device.launches
     assert arguments[6:-1] == [out.data_ptr(), 100, residual.data_ptr(), 107]
 
@@ -92,7 +92,7 @@ def test_one_row_has_no_stride(fake_device: FakeDevice) -> None:
     run(x.as_strided((1, 128), (2**62, 1)), weight)
     ((_, arguments),) = fake_device.launches
     assert arguments[5] == 0
-    assert "true, true, true, false>" in fake_device.loaded[0], "packed"
+    assert "true, true, false>" in fake_device.loaded[0], "aligned"
 
 
 def test_blocks_of_fewer_rows_than_the_tile_has(fake_device: FakeDevice) -> None:
@@ -105,7 +105,7 @@ def test_blocks_of_fewer_rows_than_the_tile_has(fake_device: FakeDevice) -> None
     assert (
         fake_device.loaded[0]
         == fake_device.loaded[1]
-        == CONFIG.name_expression(fused_a_gemm.Variant(True, True, True))
+        == CONFIG.name_expression(fused_a_gemm.Variant(True, True))
     )
     assert [arguments[-1] for _, arguments in fake_device.launches] == [27, 9]
     assert "(27 rows)" in str(fewer)
@@ -132,7 +132,7 @@ def test_the_element_wise_instance_says_why(fake_device: FakeDevice) -> None:
     decision = k3cupy.explain_fused_a_gemm(x, weight, config=CONFIG)
     assert decision.runs_on == "cuda"
     assert decision.pdl
-    variant = fused_a_gemm.Variant(packed=False, aligned_x=False)
+    variant = fused_a_gemm.Variant(aligned_x=False)
     assert decision.name_expression == CONFIG.name_expression(variant)
     assert decision.reason == (
         "the caller named the configuration; element by element, not 128-bit, because x is not "

@@ -34,9 +34,8 @@ def names_of(
 
 
 def test_warmup_compiles_what_calls_of_a_shape_will_get(fake_h200: FakeGpu) -> None:
-    packed, strided = fused_a_gemm.Variant(), fused_a_gemm.Variant(packed=False)
     count = warmup(shapes=[SHAPE], tokens=[1, 16])
-    assert set(fake_h200.compiled) == names_of([1, 16], packed, strided)
+    assert set(fake_h200.compiled) == names_of([1, 16], fused_a_gemm.Variant())
     assert count == len(fake_h200.compiled)
 
 
@@ -48,16 +47,16 @@ def test_warmup_of_every_number_of_tokens(fake_h200: FakeGpu) -> None:
 def test_warmup_of_promises_and_layouts(fake_h200: FakeGpu) -> None:
     variant = fused_a_gemm.Variant
     warmup(shapes=[SHAPE], tokens=5, strided=True, weight_is_static=True)
-    assert set(fake_h200.compiled) == names_of([5], variant(False, True, True))
+    assert set(fake_h200.compiled) == names_of([5], variant(True, True))
     fake_h200.compiled.clear()
     warmup(shapes=[SHAPE], tokens=5, vector=False)
-    assert set(fake_h200.compiled) == names_of([5], variant(False, False, False))
+    assert set(fake_h200.compiled) == names_of([5], variant(False, False))
     fake_h200.compiled.clear()
     warmup(shapes=[SHAPE], tokens=5, strided=False, residual=[False, True])
     assert set(fake_h200.compiled) == names_of([5], variant(), variant(has_residual=True))
     fake_h200.compiled.clear()
     warmup(shapes=[SHAPE], tokens=64, strided=False, weight_is_static=True, batch_invariant=True)
-    assert set(fake_h200.compiled) <= names_of([64], variant(True, True, True), invariant=True)
+    assert set(fake_h200.compiled) <= names_of([64], variant(True, True), invariant=True)
 
 
 def test_warmup_of_a_configuration(fake_h200: FakeGpu) -> None:
@@ -109,7 +108,7 @@ def test_the_command(fake_h200: FakeGpu) -> None:
         "--shape", "2112x7168", "--tokens", "1", "--tokens", "16", "--packed", "--weight-is-static"
     )
     assert code == 0
-    names = names_of([1, 16], fused_a_gemm.Variant(True, True, True))
+    names = names_of([1, 16], fused_a_gemm.Variant(True, True))
     assert set(fake_h200.compiled) == names
     assert f"{len(names)} kernels are ready" in output
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -67,19 +70,35 @@ def test_only_a_measurement_names_them(tokens: int) -> None:
 
 
 def test_candidates_that_leave_no_multiprocessor_out() -> None:
-    """7168 rows are 112 tiles of 64, and 131 shares of 55."""
+    """7168 rows are 112 tiles of 64, and 128 shares of 56; four rows are stored together."""
     found = candidates(7168, 1536, 64, H200)
     spread = {(c.tile_n, c.block_rows, c.blocks(7168)) for c in found if c.block_rows}
-    assert (64, 55, 131) in spread
+    assert (64, 56, 128) in spread
     even = {(c.tile_n, c.split_k, c.blocks(4608)) for c in candidates(4608, 1536, 64, H200)}
     assert (72, 2, 128) in even, "64 clusters of two; 66 fit"
     assert all(c.is_valid(H200) for c in found)
     assert len(set(found)) == len(found)
 
 
-def test_the_order_of_a_sum_is_another() -> None:
-    assert len({c.order for c in (BASE, WIDE_TOKENS, replace(BASE, product="warp"))}) == 3
-    assert BASE.order == replace(BASE, tile_m=32, tile_n=128, tile_k=64, stages=7).order
+def test_products_share_the_order_of_sums() -> None:
+    """Four partial sums of an element, whoever multiplies, where a warp has registers for them."""
+    warps = replace(BASE, product="warp", warps_k=4, warps_n=1)
+    assert {c.order for c in (BASE, replace(BASE, warps_k=2), WIDE_TOKENS, warps)} == {(4, 1)}
+    assert replace(WIDE_TOKENS, split_k=2).order == (4, 2)
+    assert replace(warps, warps_k=2, warps_n=2).order == (2, 1)
+    assert replace(BASE, tile_n=128).order == (2, 1)
+    assert replace(WIDE_TOKENS, tile_n=256, warps_n=8).order == (1, 1)
+    for config in (BASE, replace(WIDE_TOKENS, warps_k=2, tile_n=128, stages=3)):
+        assert replace(config, mapped_x=True).order == config.order, "whatever threads are saved"
+
+
+@pytest.mark.parametrize("p", projections.shapes(), ids=lambda p: f"{p.n}x{p.k}")
+def test_64_tokens_have_candidates_in_the_order_of_one(p: projections.Projection) -> None:
+    """Those of warpgroups among them, which 64 tokens want where columns are more than a few."""
+    orders = [{c.order for c in candidates(p.n, p.k, m, H200)} for m in (1, 8, 16, 32)]
+    common = set.intersection(*orders)
+    many = {c.order for c in candidates(p.n, p.k, 64, H200) if c.needs_warpgroups}
+    assert (4, 1) in common & many
 
 
 def test_on_the_cpu_a_configuration_changes_nothing() -> None:
@@ -100,6 +119,11 @@ WIDE_TOKENS_CONFIGS = [
     replace(WIDE_TOKENS, block_rows=35),
     replace(WIDE_TOKENS, copy_warps=1, mapped_x=True),
 ]
+WARPS = [
+    k3cupy.FusedAGemmConfig(64, 32, 256, 3, 3, 4, 1, 1, 2),
+    k3cupy.FusedAGemmConfig(64, 64, 64, 6, 6, 4, 2, 1, 2),
+    k3cupy.FusedAGemmConfig(64, 96, 128, 3, 3, 2, 3, 1, 2),
+]
 CONFIGS = [
     BASE,
     replace(BASE, mapped_x=True),
@@ -116,19 +140,24 @@ CONFIGS = [
 ]
 
 
+def assert_orders_agree(
+    configs: Iterable[k3cupy.FusedAGemmConfig], x: Any, weight: Any, **options: Any
+) -> None:
+    """Each is right, and has the bits of the others of its order."""
+    found: dict[tuple[int, int], torch.Tensor] = {}
+    for config in configs:
+        out = run_and_check(x, weight, config=config, **options)
+        same_bits(out, found.setdefault(config.order, out), str(config))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 8, 31, 32, 33, 63, 64])
 def test_values(tokens: int, sm_90: None) -> None:
     """Also where columns and rows end inside a stage and a tile."""
     for n, k in ((64, 64), (100, 16), (7, 80), (200, 2064), (65, 7168), (528, 1536)):
         x, weight = inputs(tokens, n, k, "cuda", seed=n + k)
-        results = [run_and_check(x, weight, config=config) for config in CONFIGS]
-        if tokens <= 32:
-            results.append(run_and_check(x, weight, config=replace(BASE, tile_m=32)))
-        others = [run_and_check(x, weight, config=config) for config in WIDE_TOKENS_CONFIGS]
-        for found in (results, others):
-            for result in found[1:]:
-                same_bits(result, found[0])
+        fewer = [replace(BASE, tile_m=32)] if tokens <= 32 else []
+        assert_orders_agree((*CONFIGS, *fewer, *WIDE_TOKENS_CONFIGS, *WARPS), x, weight)
 
 
 @pytest.mark.gpu
@@ -141,15 +170,39 @@ def test_warpgroups_and_clusters_that_share_the_columns(
     first = replace(base, split_k=split, warps_k=warps_k, tile_n=64 if base is BASE else 80)
     second = replace(first, tile_n=128, stages=2, stages_x=2)
     third = replace(first, mapped_x=True)
+    fourth = replace(first, product="warp", warps_k=4, warps_n=1)
     for n, k in ((100, 16), (7, 80), (200, 2064), (130, 4096)):
         x, weight = inputs(37, n, k, "cuda", strides=(k + 8, 1))
         residual = residual_of(37, n, "cuda", strides=(n + 1, 1))
-        results = [
-            run_and_check(x, weight, residual=residual, config=config)
-            for config in (first, second, third)
-        ]
-        same_bits(results[1], results[0])
-        same_bits(results[2], results[0])
+        assert_orders_agree((first, second, third, fourth), x, weight, residual=residual)
+
+
+INPUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "far apart": lambda t: t * torch.exp2(torch.randint_like(t, -18, 18)),
+    "cancelling": lambda t: torch.stack([t, -t], -1).flatten(1)[:, : t.shape[1]] + 1e-3 * t,
+    "subnormal": lambda t: t * torch.where(torch.rand_like(t) < 0.5, 2.0**-66, 2.0**-131),
+    "signed zeros": lambda t: t * torch.randint_like(t, 0, 2),
+    "not finite": lambda t: t / (torch.rand_like(t) > 3e-4),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", INPUTS)
+def test_a_warp_and_a_warpgroup_add_alike(kind: str, sm_90: None) -> None:
+    """What every promise across products rests on: of a step they make the same bits."""
+    for split, k in itertools.product((1, 2, 4), (592, 1024, 1552)):
+        torch.manual_seed(split * k)
+        x, weight = (
+            INPUTS[kind](torch.randn(rows, k, device="cuda")).to(BF16) for rows in (64, 384)
+        )
+        warps = replace(BASE, product="warp", warps_k=4, warps_n=1)
+        wide = replace(WIDE_TOKENS, tile_n=80)
+        configs = (warps, BASE, replace(BASE, warps_k=2), wide, WARPS[0], WARPS[1])
+        found: dict[tuple[int, int], torch.Tensor] = {}
+        for config in (replace(config, split_k=split, stages=3) for config in configs):
+            out = op(x, weight, config=config)
+            same_bits(out, found.setdefault(config.order, out), f"{config}, K = {k}")
+        assert len(found) == 1
 
 
 @pytest.mark.gpu

@@ -32,8 +32,8 @@ COPIED = {
 """Configurations whose instances show how x comes: not by the copy engine, which has its own."""
 
 
-def layout_of(gemm: Gemm, x: Any, weight: Any) -> str:
-    """How a GPU reads x: packed or strided by wide loads, or element by element."""
+def is_fast(gemm: Gemm, x: Any, weight: Any) -> bool:
+    """Whether a GPU reads x by wide loads, and not element by element."""
     decision = gemm.explain_on_a_gpu(x, weight, config=COPIED[gemm.name])
     flags = gemm.flags_of(decision.name_expression)
     chosen = gemm.explain_on_a_gpu(x, weight)
@@ -43,19 +43,7 @@ def layout_of(gemm: Gemm, x: Any, weight: Any) -> str:
     assert (by_copy_engine or gemm.flags_of(chosen.name_expression)["aligned_x"]) == flags[
         "aligned_x"
     ]
-    if not flags["aligned_x"]:
-        return "element-wise"
-    return "packed" if flags.get("packed", True) else "strided"
-
-
-def is_fast(gemm: Gemm, x: Any, weight: Any) -> bool:
-    """Whether x comes by wide loads, and not element by element."""
-    return layout_of(gemm, x, weight) != "element-wise"
-
-
-def strided(gemm: Gemm) -> str:
-    """What aligned rows apart are called: the skinny GEMM has one kernel for them and packed x."""
-    return "strided" if "packed" in gemm.template_flags else "packed"
+    return flags["aligned_x"]
 
 
 # The model's own views
@@ -71,7 +59,7 @@ def test_strided_projections(
     for dtype in gemm.dtypes:
         x, weight = inputs(tokens, case.n, case.k, device, dtype=dtype)
         view = poisoned_slice(x, case.source_row_width, case.offset, device)
-        assert layout_of(gemm, view, weight) == ("packed" if tokens == 1 else strided(gemm))
+        assert is_fast(gemm, view, weight)
         same_bits(gemm.run_and_check(view, weight), gemm(x, weight))
         residual = residual_of(tokens, case.n, device, dtype=dtype)
         out = gemm.run_and_check(view, weight, residual=residual)
@@ -86,7 +74,7 @@ def test_case01_a_slice_of_one_token_is_fast(device: str, gemm: Gemm) -> None:
     assert not view.is_contiguous() or view.stride(0) == 6288
     strides = [view.as_strided((1, 128), (stride, 1)) for stride in (0, 1, 7, 128, 6288, 2**40)]
     for one in (view, torch.from_dlpack(view), *strides):
-        assert layout_of(gemm, one, weight) == "packed"
+        assert is_fast(gemm, one, weight)
         same_bits(gemm.run_and_check(one, weight), want)
 
 
@@ -115,8 +103,7 @@ def test_row_strides_of_x(device: str, gemm: Gemm) -> None:
     for stride in (128, 129, 130, 132, 136, 144, 192, 6288, 0, 1, 8, 16):
         flat = guarded(normal(((tokens - 1) * stride + 128,), 2), device)
         x = flat.as_strided((tokens, 128), (stride, 1))
-        aligned = "packed" if stride == 128 else strided(gemm)
-        assert layout_of(gemm, x, weight) == ("element-wise" if stride % 8 else aligned), stride
+        assert is_fast(gemm, x, weight) == (stride % 8 == 0), stride
         gemm.run_and_check(x, weight)
 
 
@@ -210,11 +197,9 @@ def test_in_place_again_and_again(device: str, gemm: Gemm) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_case03_addresses_of_x(device: str, gemm: Gemm, tokens: int) -> None:
-    aligned = "packed" if tokens == 1 else strided(gemm)
     for shift in (2, 4, 6, 8, 14, 16):
         x, weight = inputs(tokens, 48, 128, device, strides=(136, 1), shift=shift)
-        expected = aligned if shift == 16 else "element-wise"
-        assert layout_of(gemm, x, weight) == expected, f"{shift} bytes off"
+        assert is_fast(gemm, x, weight) == (shift == 16), f"{shift} bytes off"
         gemm.run_and_check(x, weight)
 
 

@@ -267,7 +267,7 @@ NO_WAIT = [
     without(
         "StoredShare",
         "gemm/epilogue.cuh",
-        "wait_for_predecessor(residual.data, out);",
+        "wait_for_predecessor(residual.data, out.data);",
         partial(FUSED_A["residual"], static=True),
     ),
     without(

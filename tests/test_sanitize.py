@@ -73,7 +73,7 @@ def test_every_form_of_a_kernel_runs(launches: dict[str, Launch]) -> None:
         for column, value in zip(columns, values, strict=True):
             column.add(value)
         if name.startswith("fused_a_gemm"):
-            products.add((name, values[9], values[7] != "1", values[-1]))
+            products.add((name, values[10], values[7] != "1", values[-1]))
     assert wide == {"fused_a_gemm", "fused_a_gemm_mapped_x", "skinny_gemm", "skinny_gemm_mma"}
     flags = {"true", "false"}
     for name, columns in found.items():

@@ -48,20 +48,19 @@ __device__ __forceinline__ void copy_elements(unsigned int target, const __nv_bf
 }
 
 // x behind a pointer, which warps copy.
-template <bool kPacked, bool kAligned>
+template <bool kAligned>
 struct PointedX {
   const __nv_bfloat16* data;
-  unsigned int k;
-  long long stride;  // of rows that are not packed
+  long long row_stride;
   unsigned int num_tokens;
 
   template <typename Tile>
   __device__ __forceinline__ void fetch(const BlockShare<Tile>& share,
                                         const typename Tile::XRing& ring, const void* out,
                                         unsigned int thread) const {
-    const long long row_stride = kPacked ? k : stride;
     wait_for_predecessor(data, out);
     release_dependents();
+    const unsigned int row_bytes = 2 * static_cast<unsigned int>(row_stride);  // where aligned
     RingPosition at;
     for (unsigned int i = 0; i < share.stages; ++i) {
       ring.wait_until_empty(at);
@@ -69,7 +68,7 @@ struct PointedX {
       const __nv_bfloat16* source = data + share.k_begin + i * Tile::kK;
       if constexpr (kAligned) {
         copy_rows_async<Tile::kM, Tile::kK, Tile::kPanel, Tile::kZeroed, Tile::kCopyThreads>(
-            target, reinterpret_cast<const char*>(source), 2 * row_stride, num_tokens,
+            target, reinterpret_cast<const char*>(source), row_bytes, num_tokens,
             share.stage_bytes(i), thread);
         arrive_after_copies(ring.full(at.stage));
       } else {
@@ -90,6 +89,7 @@ struct MappedX {
   __device__ __forceinline__ void fetch(const BlockShare<Tile>& share,
                                         const typename Tile::XRing& ring, const void* out,
                                         unsigned int thread) const {
+    if (thread == 0) prefetch_map(map);
     wait_for_predecessor(map, out);
     release_dependents();
     if (thread == 0) {

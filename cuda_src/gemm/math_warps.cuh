@@ -2,6 +2,7 @@
 // laid down in shared memory. They never load from global memory.
 #pragma once
 
+#include "common/float32.cuh"
 #include "gemm/mma.cuh"
 #include "gemm/tile.cuh"
 #include "gemm/warpgroup.cuh"
@@ -11,6 +12,10 @@ namespace k3cupy {
 // The sums of a lane. Of the four of a product two are of its wide row, two of the eighth after it.
 template <typename Tile>
 using LaneSums = float[Tile::kRowTiles][Tile::kNarrowTiles][4];
+
+// They are partial sums, of which the lane's warp has several.
+template <typename Tile>
+using LanePartials = LaneSums<Tile>[Tile::kWarpPartials];
 
 // The lane's view of a stage for products of a warp: the rows that it names to the loads of matrices,
 // and where their chunks stand.
@@ -118,9 +123,10 @@ __device__ __forceinline__ void multiply_by_warps(LaneSums<Tile>& sum,
   }
 }
 
-// One stage's products of a warpgroup, asked for and not awaited.
+// One stage's products of a warpgroup, asked for and not awaited; partial sums take turns.
 template <typename Tile>
-__device__ __forceinline__ void ask_for_products(LaneSums<Tile>& sum, unsigned long long weights,
+__device__ __forceinline__ void ask_for_products(LanePartials<Tile>& sum,
+                                                 unsigned long long weights,
                                                  unsigned long long tokens, int warp_k) {
   constexpr unsigned int kPanelRow = 2 * Tile::kPanel;
   constexpr unsigned int kPanelSteps = Tile::kPanel / kMmaK;
@@ -135,9 +141,9 @@ __device__ __forceinline__ void ask_for_products(LaneSums<Tile>& sum, unsigned l
       const auto step_weights =
           weights + ((panel * Tile::kN + r * Tile::kWide) * kPanelRow + column) / kOperandUnit;
       if constexpr (Tile::kWideTokens) {
-        multiply_add(sum[r], step_tokens, step_weights);
+        multiply_add(sum[j % Tile::kWarpPartials][r], step_tokens, step_weights);
       } else {
-        multiply_add(sum[r], step_weights, step_tokens);
+        multiply_add(sum[j % Tile::kWarpPartials][r], step_weights, step_tokens);
       }
     }
   }
@@ -145,7 +151,7 @@ __device__ __forceinline__ void ask_for_products(LaneSums<Tile>& sum, unsigned l
 
 // Products of a warpgroup: those of a stage run while the next stage is awaited.
 template <typename Tile>
-__device__ __forceinline__ void multiply_by_warpgroups(LaneSums<Tile>& sum,
+__device__ __forceinline__ void multiply_by_warpgroups(LanePartials<Tile>& sum,
                                                        const BlockShare<Tile>& share,
                                                        const BlockMemory<Tile>& memory, int warp_k,
                                                        int warp_n, int lane) {
@@ -172,7 +178,31 @@ __device__ __forceinline__ void multiply_by_warpgroups(LaneSums<Tile>& sum,
   }
   wait_for_products<0>();
 #pragma unroll
-  for (int r = 0; r < Tile::kRowTiles; ++r) keep_in_order(sum[r]);
+  for (int p = 0; p < Tile::kWarpPartials; ++p) {
+#pragma unroll
+    for (int r = 0; r < Tile::kRowTiles; ++r) keep_in_order(sum[p][r]);
+  }
+}
+
+// Adds a warp's partial sums up in the first, by halves: what sum_by_halves begins for the warps.
+template <typename Tile>
+__device__ __forceinline__ void add_partials(LanePartials<Tile>& sum) {
+#pragma unroll
+  for (int half = Tile::kWarpPartials / 2; half > 0; half /= 2) {
+#pragma unroll
+    for (int p = 0; p < half; ++p) {
+#pragma unroll
+      for (int r = 0; r < Tile::kRowTiles; ++r) {
+#pragma unroll
+        for (int j = 0; j < Tile::kNarrowTiles; ++j) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            sum[p][r][j][i] = add(sum[p][r][j][i], sum[p + half][r][j][i]);
+          }
+        }
+      }
+    }
+  }
 }
 
 // Lays a lane's sums down among those of its warp along K: kSumPitch apart for each token.
@@ -188,10 +218,9 @@ __device__ __forceinline__ void write_sums(const LaneSums<Tile>& sum, float* own
       const int narrow = j * kMmaTokens + lane % 4 * 2;
       if constexpr (Tile::kWideTokens) {
         const int row = warp_n / Tile::kTeam * Tile::kTeamRows + narrow;
-        own[wide * kPitch + row] = sum[r][j][0];
-        own[wide * kPitch + row + 1] = sum[r][j][1];
-        own[(wide + 8) * kPitch + row] = sum[r][j][2];
-        own[(wide + 8) * kPitch + row + 1] = sum[r][j][3];
+        float2* pairs = reinterpret_cast<float2*>(own + wide * kPitch + row);
+        pairs[0] = make_float2(sum[r][j][0], sum[r][j][1]);
+        pairs[8 * kPitch / 2] = make_float2(sum[r][j][2], sum[r][j][3]);
       } else {
         const int row = (warp_n / Tile::kTeam * Tile::kRowTiles + r) * Tile::kWide + wide;
         own[narrow * kPitch + row] = sum[r][j][0];
@@ -208,16 +237,17 @@ template <typename Tile>
 __device__ __forceinline__ void multiply_stages(const BlockShare<Tile>& share,
                                                 const BlockMemory<Tile>& memory, int warp,
                                                 int lane) {
-  LaneSums<Tile> sum = {};
+  LanePartials<Tile> sum = {};
   const int warp_k = warp / Tile::kWarpsN;
   const int warp_n = warp % Tile::kWarpsN;
   if constexpr (Tile::kByWarpgroups) {
     multiply_by_warpgroups<Tile>(sum, share, memory, warp_k, warp_n, lane);
   } else {
-    multiply_by_warps<Tile>(sum, share, memory, warp_k, warp_n, lane);
+    multiply_by_warps<Tile>(sum[0], share, memory, warp_k, warp_n, lane);
   }
+  add_partials<Tile>(sum);
   sync_threads<32 * Tile::kMathWarps>();  // all have read the last stage: the rings are done with
-  write_sums<Tile>(sum, memory.sums() + warp_k * Tile::kWarpSums, warp_n, lane);
+  write_sums<Tile>(sum[0], memory.sums() + warp_k * Tile::kWarpSums, warp_n, lane);
 }
 
 }  // namespace k3cupy

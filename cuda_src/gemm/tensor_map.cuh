@@ -8,6 +8,13 @@ struct alignas(64) TensorMap {
   unsigned long long words[16];
 };
 
+// Brings the map itself to the copy engine, which would fetch it with the first box.
+__device__ __forceinline__ void prefetch_map(const TensorMap* map) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+#endif
+}
+
 // Copies a box of a matrix, as the map describes it, to the place `target` of shared memory; what lies
 // outside the matrix arrives as zeros. All bytes of the box count at `barrier`.
 __device__ __forceinline__ void copy_box(unsigned int target, const TensorMap* map,

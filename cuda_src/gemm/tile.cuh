@@ -22,8 +22,8 @@ enum class Product {
 };
 
 template <int kTileM, int kTileN, int kTileK, int kStagesOfWeight, int kStagesOfX, int kWarpsAlongK,
-          int kWarpsAlongN, int kBlocksAlongK, int kWarpsThatCopy, Product kWhoseProduct,
-          bool kXIsMapped>
+          int kWarpsAlongN, int kBlocksAlongK, int kPartialSums, int kWarpsThatCopy,
+          Product kWhoseProduct, bool kXIsMapped>
 struct Tile {
   // Sizes: tokens, rows of the weight, columns of a stage; then who shares them.
   static constexpr int kM = kTileM;
@@ -34,6 +34,7 @@ struct Tile {
   static constexpr int kWarpsK = kWarpsAlongK;
   static constexpr int kWarpsN = kWarpsAlongN;
   static constexpr int kSplitK = kBlocksAlongK;
+  static constexpr int kPartials = kPartialSums;
   static constexpr int kCopyWarps = kWarpsThatCopy;
   static constexpr Product kProduct = kWhoseProduct;
   static constexpr bool kMappedX = kXIsMapped;
@@ -55,6 +56,7 @@ struct Tile {
   static constexpr int kTokenTiles = kM / kMmaTokens;
   static constexpr int kNarrowTiles = kWideTokens ? kTeamRows / kMmaTokens : kTokenTiles;
   static constexpr int kSteps = kK / kMmaK / kWarpsK;
+  static constexpr int kWarpPartials = kPartials / kWarpsK;
   static_assert(!kByWarpgroups || kHasWarpgroups, "products of a warpgroup need sm_90a");
   static_assert(!kByWarpgroups || kM == 64 || (kM == 32 && !kWideTokens),
                 "tokens of a warpgroup's product");
@@ -62,6 +64,9 @@ struct Tile {
   static_assert(kWideTokens || kRowTiles * kWarpRows * kWarpsN == kN,
                 "warps share the rows evenly");
   static_assert(kSteps * kMmaK * kWarpsK == kK, "warps share a stage evenly");
+  static_assert(kWarpPartials * kWarpsK == kPartials && kSteps % kWarpPartials == 0,
+                "a stage begins with the first partial sum");
+  static_assert(kByWarpgroups || kWarpPartials == 1, "partial sums of a warp's products");
   static_assert(kTokenTiles == 1 || kTokenTiles % 2 == 0, "tokens are loaded in pairs of tiles");
 
   // Stages: columns lie in panels. Products of a warpgroup take whole stages, so that what is missing
@@ -100,7 +105,7 @@ struct Tile {
 };
 
 // Which rows and columns of the weight a block multiplies. Columns are shared among the blocks of a
-// cluster in units of one step of all warps.
+// cluster in units of one step of all partial sums.
 template <typename Tile>
 struct BlockShare {
   unsigned int rank;
@@ -114,7 +119,7 @@ struct BlockShare {
     rank = blockIdx.x % Tile::kSplitK;
     first_row = blockIdx.x / Tile::kSplitK * block_rows;
     rows = min(n - first_row, block_rows);
-    constexpr unsigned int kUnit = kMmaK * Tile::kWarpsK;
+    constexpr unsigned int kUnit = kMmaK * Tile::kPartials;
     const unsigned int units = (k + kUnit - 1) / kUnit;
     k_begin = rank * units / Tile::kSplitK * kUnit;
     k_end = min((rank + 1) * units / Tile::kSplitK * kUnit, k);

@@ -135,11 +135,8 @@ def check_scale_tensor(name: str, v: TensorView) -> None:
     check_dtype(name, v, ("float32",))
 
 
-def misalignment(name: str, v: TensorView, *, strides_are_64_bit: bool = False) -> str | None:
-    """Return in words why a tensor's rows cannot be moved by 128-bit accesses, or None.
-
-    Rows lie within 4 GiB of one another where the kernel's strides are not of 64 bits.
-    """
+def misalignment(name: str, v: TensorView) -> str | None:
+    """Return in words why a tensor's rows cannot be moved by 128-bit accesses, or None."""
     if v.size == 0:
         return None
     if v.address % ALIGNMENT:
@@ -150,7 +147,7 @@ def misalignment(name: str, v: TensorView, *, strides_are_64_bit: bool = False) 
         if extent > 1 and step % ALIGNMENT:
             what = f"a stride of {stride} elements is no multiple of 16 bytes"
             return f"{name} is not aligned: {what}"
-        if extent > 1 and step >= 1 << 32 and not strides_are_64_bit:
+        if extent > 1 and step >= 1 << 32:
             return f"{name} has rows {step} bytes apart, past the 4 GiB of the 128-bit kernel"
     return None
 

@@ -172,7 +172,7 @@ def accept(
         outputs=(Output(signature.out, "out", (num_tokens, n), out_type),),
         updated=(),
         in_place=() if float32_out else (RESIDUAL,),
-        slow_reason=checks.misalignment(signature.x, x, strides_are_64_bit=True),
+        slow_reason=checks.misalignment(signature.x, x),
         signature=signature,
         n=n,
         k=k,

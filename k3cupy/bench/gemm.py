@@ -161,13 +161,9 @@ def run(
     for (n, k), count in itertools.product(shapes, tokens):
         config = chosen(n, k, count, device)
         invariant = chosen(n, k, count, device, batch_invariant=True)
-        static = Variant(packed=True, weight_is_static=True)
-        wanted += [
-            config.instance(static),
-            config.instance(Variant(packed=count == 1, weight_is_static=True)),
-            config.instance(Variant(packed=True)),
-            invariant.instance(static),
-        ]
+        static = Variant(weight_is_static=True)
+        wanted += [each.instance(static) for each in (config, invariant)]
+        wanted.append(config.instance(Variant()))
     instances.load_all(wanted, device.index)
     pool = pool_of(shapes)
     for n, k in shapes:

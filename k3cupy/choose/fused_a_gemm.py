@@ -45,6 +45,8 @@ _SHAPES: dict[int, tuple[FusedAGemmConfig, ...]] = {
         _shape(64, 128, 4, 2, 2),
         _shape(80, 128, 4, 1, 2),
         _shape(96, 128, 2, 3, 2),
+        _shape(96, 128, 4, 1, 2),
+        _shape(96, 128, 4, 2, 2),
         _shape(160, 64, 2, 5, 2),
         _shape(64, 128, 1, 4, 2, WARPGROUP),
         _shape(128, 64, 1, 8, 2, WARPGROUP),
@@ -65,13 +67,18 @@ _SHAPES: dict[int, tuple[FusedAGemmConfig, ...]] = {
 }
 """By tile_m, what is worth a look beside that: fast somewhere, or one even wave for some N."""
 
-_EVEN_WARPS_K, _EVEN_TILE_K = (1, 2), 128
+_EVEN_WARPS_K, _EVEN_TILE_K, _ROWS_OF_A_TEAM = (1, 2), 128, 128
 """Where a product of a warpgroup has 64 tokens as its wide side, a tile may have any multiple of
-8 rows: just enough for an even wave, and the next."""
+8 rows: just enough for an even wave, and the next. Two warpgroups share more than one takes."""
+
+_OF_MANY_ROWS = _shape(64, 128, 2, 4, 2)
+"""For few tokens, where every multiprocessor has 64 rows: it sums in the order of tiles of 128 rows
+and more, so that with batch invariance 64 tokens may have those."""
 
 _SPLITS = (1, 2, 4)
 _MAX_STAGES, _FEW_TOKENS = 12, 16
-_ORDER_OF_ALL = (4, 1, WARP)
+_UNIT_OF_SPREAD = 4
+_ORDER_OF_ALL = (4, 1)
 """A summation order that every tile_m has candidates for, so that batch invariance is possible."""
 
 _TILES_M = (8, 16, 32, 64)
@@ -97,15 +104,23 @@ def _shapes(
             _FEW_TILE_N, tile_ks, _FEW_WARPS_K, _FEW_COPY_WARPS[tile_m]
         ):
             yield _shape(tile_n, tile_k, warps_k, 1, copy_warps)
+        if split_k == 1 and n >= _OF_MANY_ROWS.tile_n * device.num_sms:
+            yield _OF_MANY_ROWS
     if tile_m == WIDE_TOKENS and device.has_warpgroups:
         # Tiles of a multiple of the rows that the blocks of a cluster can share.
-        unit, alone = math.lcm(UNIT_OF_ROWS, 4 * split_k), split_k == 1
-        waves = (1, 2, 3) if alone else (1,)
-        least = [-(-_even_rows(n, split_k, w, device) // unit) * unit for w in waves]
-        tiles = dict.fromkeys(rows for each in least for rows in (each, each + unit))
-        for tile_n, warps_k in itertools.product(tiles, _EVEN_WARPS_K):
-            even = _shape(tile_n, _EVEN_TILE_K, warps_k, 4, 2, WARPGROUP_TOKENS)
-            yield replace(even, mapped_x=alone)
+        alone = split_k == 1
+        for waves in (1, 2, 3) if alone else (1,):
+            rows = _even_rows(n, split_k, waves, device)
+            if waves > 1 and rows < _ROWS_OF_A_TEAM // 2:
+                break
+            teams = 1 if rows <= _ROWS_OF_A_TEAM else 2
+            unit = math.lcm(UNIT_OF_ROWS * teams, 4 * split_k)
+            least, tile_k = -(-rows // unit) * unit, _EVEN_TILE_K // teams
+            for tile_n, warps_k in itertools.product((least, least + unit), _EVEN_WARPS_K):
+                even = _shape(tile_n, tile_k, warps_k, 4 * teams, 2, WARPGROUP_TOKENS)
+                yield replace(even, mapped_x=alone)
+                if alone and tile_n == least:  # who fetches x better is close
+                    yield even
 
 
 def _even_rows(n: int, split_k: int, waves: int, device: DeviceInfo) -> int:
@@ -122,9 +137,10 @@ def _even_rows(n: int, split_k: int, waves: int, device: DeviceInfo) -> int:
 def candidates(n: int, k: int, num_tokens: int, device: DeviceInfo) -> tuple[FusedAGemmConfig, ...]:
     """Return the configurations worth measuring for a product on a GPU.
 
-    Rings are as deep as shared memory allows, once with all blocks just resident, and once with
-    room for one more block a multiprocessor, where the next kernel's blocks can begin. Where there
-    are too many blocks to be resident at once, a few of them on each multiprocessor take turns.
+    Rings are as deep as shared memory allows with all blocks just resident, or else with as many as
+    fit, and for few tokens also with room for one more block a multiprocessor, where the next
+    kernel's blocks can begin. Where there are too many blocks to be resident at once, a few of them
+    on each multiprocessor take turns.
     """
     tile_m = tile_m_of(num_tokens)
     found: dict[FusedAGemmConfig, None] = {}
@@ -138,11 +154,13 @@ def candidates(n: int, k: int, num_tokens: int, device: DeviceInfo) -> tuple[Fus
                 tile_k //= 2
             draft = replace(shape, tile_m=tile_m, tile_k=tile_k, split_k=split_k)
             resident = -(-blocks // device.num_sms)
-            for blocks_per_sm in (resident, resident + 1) if resident <= 3 else (2, 3, 4):
-                config = _deepened(draft, k, device, blocks_per_sm)
-                if config is None or (config.mapped_x and not config.can_map(k)):
-                    continue
-                found |= dict.fromkeys([config, *_spread(config, n, device)])
+            counts = range(resident, resident + 2) if resident <= 3 else range(2, 5)
+            if tile_m > _FEW_TOKENS:
+                counts = range(counts[0], 0, -1)
+            fitting = filter(None, (_deepened(draft, k, device, count) for count in counts))
+            for config in itertools.islice(fitting, 1 if tile_m > _FEW_TOKENS else None):
+                if not config.mapped_x or config.can_map(k):
+                    found |= dict.fromkeys([config, *_spread(config, n, device)])
     return tuple(found) or (replace(_SMALLEST, tile_m=tile_m),)
 
 
@@ -154,6 +172,7 @@ def _spread(config: FusedAGemmConfig, n: int, device: DeviceInfo) -> tuple[Fused
     """
     waves = -(-config.blocks(n) // device.num_sms)
     rows = _even_rows(n, config.split_k, waves, device)
+    rows = -(-rows // _UNIT_OF_SPREAD) * _UNIT_OF_SPREAD  # what is stored together
     most = config.tile_n if config.tile_m > _FEW_TOKENS else config.tile_n * 7 // 8 + 1
     is_other = config.tile_n - config.product_rows < rows < most
     return (replace(config, block_rows=rows),) if is_other else ()

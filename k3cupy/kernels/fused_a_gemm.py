@@ -49,12 +49,14 @@ _ROWS = {WARP: _WARP_ROWS, WARPGROUP: _WIDE, WARPGROUP_TOKENS: UNIT_OF_ROWS}
 """Rows of the weight in one product."""
 
 _TEAM, _PANEL = 4, 64
+_PARTIALS = 4
 _SUM_PADDING = 4
 _MAX_THREADS = 1024
 _REGISTERS_PER_SM = 65536
 _MAX_REGISTERS = 255
-_REGISTERS_BESIDE_SUMS = 80
-"""What a math warp needs for addresses and operands, so that its sums do not spill."""
+_REGISTERS_BESIDE_SUMS, _REGISTERS_BESIDE_PARTIALS = 80, 56
+"""What a math warp needs for addresses and operands, so that its sums do not spill; where it holds
+several partial sums, whose operands stay in shared memory."""
 
 _MAX_CLUSTER = 8
 _RESERVED_SHARED = 1024
@@ -66,15 +68,13 @@ class Variant:
     """The part of an instance that the call's arguments decide.
 
     Attributes:
-        packed: the rows of x follow one another, so that their stride is K.
-        aligned_x: every row of x begins at a multiple of 16 bytes; else x is read element by
-            element.
+        aligned_x: every row of x begins at a multiple of 16 bytes, within 4 GiB of the next; else x
+            is read element by element.
         weight_is_static: the promise that the weight is older than the preceding kernel.
         has_residual: a residual is added.
         float32_out: the sums are stored as they are.
     """
 
-    packed: bool = True
     aligned_x: bool = True
     weight_is_static: bool = False
     has_residual: bool = False
@@ -146,9 +146,24 @@ class FusedAGemmConfig(Tuned):
         return -(-barriers // alignment) * alignment + max(rings, sums) + inbox
 
     @property
-    def order(self) -> tuple[int, int, str]:
+    def partials(self) -> int:
+        """Partial sums that an element has in a block.
+
+        One a warp along K, but four at least with products of a warpgroup, where there are the
+        registers: then 64 tokens may share the order of a few. Who fetches x does not matter.
+        """
+        if self.product == WARP:
+            return self.warps_k
+        own = max(_PARTIALS // self.warps_k, 1)
+        registers = self.with_copy_warps()._registers - _REGISTERS_BESIDE_PARTIALS
+        while own > 1 and own * self._sums > registers:
+            own //= 2
+        return own * self.warps_k
+
+    @property
+    def order(self) -> tuple[int, int]:
         """What decides the order of a sum: equal orders give equal bits, whatever else differs."""
-        return self.warps_k, self.split_k, self.product
+        return self.partials, self.split_k
 
     @property
     def needs_warpgroups(self) -> bool:
@@ -176,13 +191,21 @@ class FusedAGemmConfig(Tuned):
         """
         if not (self.is_typed and self._is_well_formed()) or self.block_size > _MAX_THREADS:
             return False
-        sums = self.tile_m * self.tile_n // (32 * self.warps_n)
-        registers = min(_REGISTERS_PER_SM // self.block_size // 8 * 8, _MAX_REGISTERS)
         return (
-            sums + _REGISTERS_BESIDE_SUMS <= registers
+            self._sums + _REGISTERS_BESIDE_SUMS <= self._registers
             and (device is None or self._runs_on(device))
             and (not self.mapped_x or self.with_copy_warps().is_valid(device))
         )
+
+    @property
+    def _sums(self) -> int:
+        """Elements that a lane of a math warp sums up."""
+        return self.tile_m * self.tile_n // (32 * self.warps_n)
+
+    @property
+    def _registers(self) -> int:
+        """Registers that a thread may have."""
+        return min(_REGISTERS_PER_SM // self.block_size // 8 * 8, _MAX_REGISTERS)
 
     def _runs_on(self, device: DeviceInfo) -> bool:
         return (
@@ -236,19 +259,26 @@ class FusedAGemmConfig(Tuned):
         return -(-n // self.rows) * self.split_k
 
     def blocks_per_sm(self, device: DeviceInfo) -> int:
-        """Return how many blocks fit a multiprocessor by their shared memory and threads."""
+        """Return how many blocks fit a multiprocessor by their shared memory and threads.
+
+        And by their registers, where partial sums take most of these.
+        """
         each = self.shared_bytes + _RESERVED_SHARED
         by_memory = (device.shared_memory_optin + _RESERVED_SHARED) // each
-        return min(by_memory, 2048 // self.block_size)
+        most = min(by_memory, 2048 // self.block_size)
+        if self.product == WARP:
+            return most
+        registers = self.partials // self.warps_k * self._sums + _REGISTERS_BESIDE_PARTIALS
+        return min(most, _REGISTERS_PER_SM // (registers * self.block_size))
 
     def name_expression(self, variant: Variant) -> str:
         """Return the C++ name of the instance."""
-        *template, product, _block_rows, _mapped_x = astuple(self)  # rows are a kernel's argument
-        template.append(f"k3cupy::Product::{_PRODUCTS[product]}")
+        *template, copy_warps, product, _rows, _mapped = astuple(self)  # rows are an argument
+        template += self.partials, copy_warps, f"k3cupy::Product::{_PRODUCTS[product]}"
         flags = variant.weight_is_static, variant.has_residual, *(FLOAT * variant.float32_out)
         if self.mapped_x and variant.aligned_x:
             return instantiation("fused_a_gemm_mapped_x", *template, *flags)
-        return instantiation("fused_a_gemm", *template, variant.packed, variant.aligned_x, *flags)
+        return instantiation("fused_a_gemm", *template, variant.aligned_x, *flags)
 
     def instance(self, variant: Variant) -> Instance:
         """Return what ``runtime.instances`` compiles.
@@ -271,9 +301,6 @@ class FusedAGemmConfig(Tuned):
 
 Config = FusedAGemmConfig
 
-_MAX_MAPPED_STRIDE = 1 << 39
-"""Elements between two rows: a tensor map's limit of 2^40 bytes."""
-
 
 def why_not_mapped(problem: Any, rows: slice) -> str | None:
     """Return in words why the copy engine cannot fetch some rows of x, or None where it can.
@@ -283,18 +310,15 @@ def why_not_mapped(problem: Any, rows: slice) -> str | None:
     if problem.slow_reason is not None:
         return ""
     stride = problem.x.strides[0]
-    if rows.stop - rows.start > 1 and not problem.k <= stride < _MAX_MAPPED_STRIDE:
-        return f"its rows are {stride} elements apart, not {problem.k} to 2^39"
+    if rows.stop - rows.start > 1 and stride < problem.k:
+        return f"its rows are {stride} elements apart, not {problem.k} or more"
     return None
 
 
-def variant_of(problem: Any, num_tokens: int = 0) -> Variant:
-    """Return what a validated call decides; of one launch where its tokens are not the call's."""
+def variant_of(problem: Any) -> Variant:
+    """Return what a validated call decides."""
     aligned, has_residual = problem.slow_reason is None, problem.residual is not None
-    one_row = 1 in (num_tokens, problem.num_tokens)
-    packed = aligned and (one_row or problem.x.strides[0] == problem.k)
-    float32 = problem.float32_out
-    return Variant(packed, aligned, problem.weight_is_static, has_residual, float32)
+    return Variant(aligned, problem.weight_is_static, has_residual, problem.float32_out)
 
 
 def launch(problem: Any, config: FusedAGemmConfig, rows: slice) -> Launch:
@@ -332,7 +356,7 @@ def launch(problem: Any, config: FusedAGemmConfig, rows: slice) -> Launch:
     else:
         values["x_row_stride"] = row_stride(x) if several else 0
     return Launch(
-        instance=config.instance(variant_of(problem, num_tokens)),
+        instance=config.instance(variant_of(problem)),
         parameters=MAPPED_PARAMETERS if config.mapped_x else PARAMETERS,
         values=values,
         addresses=addresses,

@@ -227,8 +227,8 @@ def _fused_a_gemm(
             for each, far, static, wide in itertools.product(
                 chosen, apart, _several(weight_is_static), _several(vector)
             ):
-                variant = fused_a_gemm.Variant(wide and not far, wide, static, adds, float32)
-                yield from _fused_a_instances(each, variant)
+                variant = fused_a_gemm.Variant(wide, static, adds, float32)
+                yield from _fused_a_instances(each, variant, far)
 
     return wanted
 
@@ -242,12 +242,11 @@ def _chosen(kernel: str, products: Any, gpu: DeviceInfo, adds: bool, invariant: 
 
 
 def _fused_a_instances(
-    config: FusedAGemmConfig, variant: fused_a_gemm.Variant
+    config: FusedAGemmConfig, variant: fused_a_gemm.Variant, strided: bool
 ) -> Iterator[Instance]:
     """Yield what calls run; the copy engine cannot fetch every x whose rows lie apart."""
-    if config.mapped_x and variant.aligned_x:
-        yield config.instance(variant)
-    if not (config.mapped_x and variant.packed):
+    yield config.instance(variant)
+    if strided and config.mapped_x:
         yield config.with_copy_warps().instance(variant)
 
 
@@ -309,9 +308,8 @@ def _low_latency_linear(
                     variant = skinny_gemm.Variant("bfloat16", True, adds, static, float32, k)
                     yield found.config.instance(variant)
                 elif found.kernel == FUSED_A:
-                    for packed in (True,) if count == 1 else (True, False):
-                        of_fused = fused_a_gemm.Variant(packed, True, static, adds, float32)
-                        yield from _fused_a_instances(found.config, of_fused)
+                    of_fused = fused_a_gemm.Variant(True, static, adds, float32)
+                    yield from _fused_a_instances(found.config, of_fused, count > 1)
 
     return wanted
 

@@ -126,7 +126,7 @@ class GemmTarget(_Target):
     def instance(self, candidate: Candidate) -> Instance:
         """Return what has to be compiled to run a candidate as a linear layer does, x packed."""
         variants = {
-            FUSED_A: fused_a_gemm.Variant(True, True, True, self.residual),
+            FUSED_A: fused_a_gemm.Variant(True, True, self.residual),
             SKINNY: skinny_gemm.Variant("bfloat16", True, self.residual, True, k=self.k),
         }
         found: Instance = candidate.config.instance(variants[candidate.kernel])
