@@ -138,11 +138,14 @@ class FakeDevice:
         monkeypatch.setattr(instances, "is_loaded", lambda instance, _: instance in self.loads)
         monkeypatch.setattr(instances, "load", self._load)
         monkeypatch.setattr(launch, "make_launcher", self._make_launcher)
+        monkeypatch.setattr(launch, "make_packed_launcher", self._make_packed_launcher)
+        monkeypatch.setattr(producers, "likeness", _likeness(producers.likeness))
         monkeypatch.setattr(
             tensor_maps, "mapper", lambda box, _: lambda address: TensorMap(box, address)
         )
         monkeypatch.setattr(torch.cuda, "stream", self._on_stream)
         monkeypatch.setattr(torch, "empty", self._allocator(torch.empty))
+        monkeypatch.setattr(torch, "empty_like", self._like(torch.empty_like))
 
     @property
     def loaded(self) -> list[str]:
@@ -196,6 +199,19 @@ class FakeDevice:
 
         return run
 
+    def _make_packed_launcher(
+        self, device: int, kernel: Any, arguments: list[Any], places: list[int], **config: Any
+    ) -> launch.PackedLauncher:
+        run = self._make_launcher(device, kernel, **config)
+
+        def queue(stream: int, *values: Any) -> None:
+            every = list(arguments)
+            for place, value in zip(places, values, strict=True):
+                every[place] = value
+            run(stream, every)
+
+        return queue
+
     @contextlib.contextmanager
     def _on_stream(self, stream: int) -> Iterator[None]:
         before, self._current_stream = self._current_stream, stream
@@ -212,6 +228,26 @@ class FakeDevice:
             return CudaTensor.of(empty(*shape, **kwargs), place.index, self._current_stream)
 
         return allocate
+
+
+    def _like(self, empty_like: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def allocate(model: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            made = empty_like(model, **kwargs)
+            if type(model) is not CudaTensor:
+                return made
+            return CudaTensor.of(made, model.ordinal, self._current_stream)
+
+        return allocate
+
+
+def _likeness(of: Callable[..., Any]) -> Callable[..., Any]:
+    """A tensor's GPU too, which is here in the fake tensor alone."""
+
+    def likeness(given: tuple[Any, ...]) -> Any:
+        check, gpus = of(given), [t.get_device() for t in given]
+        return check and (lambda *ts: check(*ts) and [t.get_device() for t in ts] == gpus)
+
+    return likeness
 
 
 class _Watched:

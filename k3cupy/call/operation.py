@@ -15,6 +15,7 @@ from k3cupy.call.arguments import Arguments, Problem, Values
 from k3cupy.call.choice import Choice
 from k3cupy.call.launch import Launch
 from k3cupy.call.plans import CudaPlan, Plan, PlanCache, Reference, ReferencePlan, Verify, stamp
+from k3cupy.call.repeat import MISS
 from k3cupy.runtime import devices, env
 from k3cupy.runtime.devices import DeviceInfo
 
@@ -37,6 +38,7 @@ class Operation:
         verify: what K3CUPY_CHECK looks at; None for nothing.
         launches: (problem, configuration, GPU) -> what is queued; None for the kernel's own.
         plans: by the signature of their calls.
+        repeats: what repeats the last call of each shape, by shapes and options.
         sources: the CUDA sources of its kernel.
     """
 
@@ -50,6 +52,7 @@ class Operation:
     verify: Verify | None = None
     launches: Callable[[Any, Any, DeviceInfo], Sequence[Launch]] | None = None
     plans: PlanCache = field(default_factory=PlanCache)
+    repeats: PlanCache = field(default_factory=PlanCache)
     sources: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -65,6 +68,17 @@ class Operation:
             stream: the one that was given; None for the current one.
         """
         now = stamp(self.sources)
+        near: Any = None
+        if stream is None:
+            try:
+                near = (values[0].shape, values[1].shape, options, now)
+                again = self.repeats.get(near)
+            except Exception:  # of no shape, or of one that has no hash: told below, by its name
+                again = near = None
+            if again is not None:
+                result = again(values)
+                if result is not MISS:
+                    return result
         addresses, signature, owners = self.arguments.probe(values, stream)
         key = (signature, options, now)
         plan = self.plans.get(key)
@@ -75,6 +89,8 @@ class Operation:
             self.plans.remember(key, plan)
         result = plan.run(values, addresses, stream)
         del owners  # memory that exists only for this call has been used, or queued to be
+        if near is not None and (made := plan.repeat(values)) is not None:
+            self.repeats.remember(near, made)
         return result
 
     def plan_of(self, problem: Problem, choice: Choice, stream: Any) -> Plan:

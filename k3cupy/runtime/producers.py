@@ -109,6 +109,57 @@ def write_counter() -> Callable[[Any], None]:
     return count
 
 
+@functools.cache
+def _guards() -> Any:
+    """Return PyTorch's class that compares tensors with others in one call of C, or None.
+
+    Its compiler guards its code with it; it has no public name. So it is looked at first: whether
+    it tells apart what a plan does not take alike.
+    """
+    torch = pytorch()
+    with contextlib.suppress(Exception), torch.no_grad():
+        kind = torch._C._dynamo.guards.TensorGuards
+        like = torch.empty(2, 3, device="cpu")
+        sizes, strides = [[2, 3]], [[3, 1]]
+        check = kind(like, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+        with torch.enable_grad():
+            others = [
+                torch.empty(3, 3, device="cpu"),
+                torch.empty(3, 2, device="cpu").t(),
+                torch.empty(2, 3, device="cpu", dtype=torch.int32),
+                torch.empty(2, 3, device="meta"),
+                torch._neg_view(like),
+                torch.nn.Parameter(like),
+                None,
+            ]
+            grad = torch.empty(2, 3, device="cpu", requires_grad=True)
+            is_told = not any(map(check, [*others, grad])) and check(like)
+        with torch.autocast("cpu", torch.bfloat16):
+            is_told = is_told and not check(like)
+        if is_told and check(torch.empty(2, 3, device="cpu")):
+            return kind
+    return None
+
+
+def likeness(given: tuple[Any, ...]) -> Callable[..., bool] | None:
+    """Return what tells whether tensors are like those of PyTorch that are given.
+
+    Alike are class, shape, strides, type, device, whether they require grad, autocast, inference
+    mode and transforms. Not looked at are addresses and storages, grad mode, and modes in Python.
+
+    Returns:
+        None where it cannot be told, as inside autocast, whose types it does not know.
+    """
+    kind, torch = _guards(), pytorch()
+    if kind is None or any(type(t) not in torch_types for t in given):
+        return None
+    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+        return None
+    sizes, strides = [list(t.shape) for t in given], [list(t.stride()) for t in given]
+    guards = kind(*given, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    return guards.check if guards.check(*given) else None
+
+
 # --- NumPy and CuPy -----------------------------------------------------------------------------
 
 
