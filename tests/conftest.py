@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import tempfile
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from hypothesis import settings
 from torch_linear_helpers import Calls
 
 import k3cupy
+from k3cupy.call.repeat import MISS
 from k3cupy.ops import linear
 
 # The same examples every time; `make fuzz` looks for new ones, and for many more.
@@ -130,5 +132,22 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         seen.append({"x": x, "weight": weight, **options})
         return run(x, weight, residual, **options)
 
-    monkeypatch.setattr(linear, "low_latency_linear", spy)
+    again = linear.again
+
+    def spy_on_repeats(values: Any, batch_invariant: Any, weight_is_static: bool) -> Any:
+        out = again(values, batch_invariant, weight_is_static)
+        if out is not MISS:
+            modes = {"batch_invariant": batch_invariant, "weight_is_static": weight_is_static}
+            seen.append({"x": values[0], "weight": values[1], **modes})
+        return out
+
+    def spy_on_calls(*args: Any, **kwargs: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(linear, "again", again)
+            return spy(*args, **kwargs)
+
+    monkeypatch.setattr(linear, "low_latency_linear", spy_on_calls)
+    monkeypatch.setattr(linear, "again", spy_on_repeats)
+    latest = importlib.import_module("k3cupy.torch.torch_library")._latest
+    monkeypatch.setattr(latest, "get", lambda _: None)
     return seen

@@ -76,7 +76,7 @@ class Operation:
             except Exception:  # of no shape, or of one that has no hash: told below, by its name
                 again = near = None
             if again is not None:
-                result = again(values)
+                result = again(*values)
                 if result is not MISS:
                     return result
         addresses, signature, owners = self.arguments.probe(values, stream)

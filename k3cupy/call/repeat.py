@@ -20,7 +20,7 @@ MISS: Any = object()
 """What a repeat returns for a call that is not like its plan's; nothing has happened then."""
 
 Repeat = Callable[..., Any]
-"""(values) -> the result, or MISS; of a prepared call (tensors) -> the result, or an error."""
+"""(each value) -> the result, or MISS; of a prepared call (each tensor) -> the result."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,6 @@ class Recipe:
 
 def make_repeat(recipe: Recipe) -> Repeat:
     """Return what computes calls that are like the one of a recipe, and tells others."""
-    lines = [f"{_names('t', range(len(recipe.values)))} = values"]
     others = []
     for i, value in enumerate(recipe.values):
         if value is None:
@@ -93,8 +92,8 @@ def make_repeat(recipe: Recipe) -> Repeat:
     given, same = _given(recipe)
     others += [f"t{i} is not t{first}" for i, first in same.items()]
     others.append(f"not alike({_names('t', given)})")
-    lines += [f"if {' or '.join(others)}:", "    return MISS"]
-    return _compiled(recipe, "values", lines, "return MISS")
+    lines = [f"if {' or '.join(others)}:", "    return MISS"]
+    return _compiled(recipe, range(len(recipe.values)), lines, "return MISS")
 
 
 def make_prepared(recipe: Recipe, changed: Callable[..., None]) -> Repeat:
@@ -111,7 +110,7 @@ def make_prepared(recipe: Recipe, changed: Callable[..., None]) -> Repeat:
     every = ["None" if v is None else f"t{i}" for i, v in enumerate(recipe.values)]
     refused = f"changed(({', '.join(every)},))"
     lines = [f"if {' or '.join(others)}:", f"    {refused}"]
-    return _compiled(recipe, ", ".join(f"t{i}" for i in tensors), lines, refused, changed)
+    return _compiled(recipe, tensors, lines, refused, changed)
 
 
 def _given(recipe: Recipe) -> tuple[list[int], dict[int, int]]:
@@ -132,7 +131,7 @@ def _names(prefix: str, places: Any) -> str:
 
 
 def _compiled(
-    recipe: Recipe, arguments: str, lines: list[str], otherwise: str, changed: Any = None
+    recipe: Recipe, arguments: Any, lines: list[str], otherwise: str, changed: Any = None
 ) -> Repeat:
     scope: dict[str, Any] = {
         "MISS": MISS,
@@ -187,7 +186,7 @@ def _compiled(
         lines.append(f"count(({_names('t', recipe.counted)}))")
     results = [f"t{i}" for i, _ in recipe.outputs]
     lines.append(f"return {', '.join(results)}")
-    text = "\n".join([f"def repeat({arguments}):", *[f"    {line}" for line in lines]])
+    text = "\n".join([f"def repeat({_names('t', arguments)}):", *[f"    {line}" for line in lines]])
     exec(_code(text), scope)
     made: Repeat = scope["repeat"]
     return made

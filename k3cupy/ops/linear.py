@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from k3cupy.accept import checks, gemm
 from k3cupy.accept.gemm import LINEAR, OURS, GemmProblem
@@ -11,6 +11,7 @@ from k3cupy.call.arguments import Values
 from k3cupy.call.choice import LINEAR as FRAMEWORK
 from k3cupy.call.choice import Choice
 from k3cupy.call.plans import PlanCache, stamp
+from k3cupy.call.repeat import MISS
 from k3cupy.choose.gemm import ALL, FUSED_A, NOT_INVARIANT, SKINNY, choose
 from k3cupy.kernels.fused_a_gemm import why_not_mapped
 from k3cupy.ops import batch_invariance, framework_linear, fused_a_gemm, skinny_gemm
@@ -18,7 +19,7 @@ from k3cupy.ops.dispatch_report import Counter, counter_of, counters
 from k3cupy.runtime import devices, producers, sources
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import CaptureError, ToolchainError, reject, shown
-from k3cupy.runtime.tensors import is_integer
+from k3cupy.runtime.tensors import ALIGNMENT, is_integer, pytorch, span
 from k3cupy.runtime.warn import warn_user
 
 _probe = OURS.arguments.probe
@@ -180,15 +181,103 @@ def select_backend(
 
 # --- A call --------------------------------------------------------------------------------------
 
+class _Route(NamedTuple):
+    """What calls of one signature come to.
+
+    Attributes:
+        counter: of what runs.
+        run: (values, addresses, stream) -> the output; None where the framework's linear is to run.
+        repeat: (values, shapes of new outputs) -> what computes further calls like one, or None.
+        is_ours: a kernel of ours runs.
+    """
+
+    counter: Counter
+    run: Callable[..., Any]
+    repeat: Callable[..., Any]
+    is_ours: bool
+
+
 _routes = PlanCache()
+
+_repeats = PlanCache()
+"""What repeats the last call of each shape, by shapes and modes, and what that counts."""
+
+
+def again(values: Values, batch_invariant: bool | None, weight_is_static: bool) -> Any:
+    """Compute a call that is like an earlier one.
+
+    Args:
+        values: x, weight, residual and None; x of any rank that ``keep_rank`` was told of.
+        batch_invariant: as for ``low_latency_linear``.
+        weight_is_static: the same.
+
+    Returns:
+        The output; None where the framework's linear is to run; MISS for any other call.
+    """
+    found = known(values, batch_invariant, weight_is_static)
+    if found is None:
+        return MISS
+    counter, run, _ = found
+    result = run(*values)
+    if result is not MISS:
+        counter.calls += 1
+    return result
+
+
+def known(values: Values, batch_invariant: bool | None, weight_is_static: bool) -> Any:
+    """Return (counter, what may repeat a call, whether that is ours), or None; see ``again``."""
+    of_call = (weight_is_static, *modes(batch_invariant))
+    try:
+        return _repeats.get((values[0].shape, values[1].shape, *of_call))
+    except Exception:  # of no shape, or of one that has no hash
+        return None
+
+
+def modes(batch_invariant: bool | None) -> tuple[bool, Any]:
+    """Return what decides beside a call's tensors and promise."""
+    if batch_invariant is None:
+        batch_invariant = batch_invariance.resolved(None)
+    return batch_invariant, stamp(_SOURCES)
+
+
+def keep_rank(
+    x: Any, rows: Any, weight: Any, batch_invariant: bool | None, weight_is_static: bool
+) -> None:
+    """Let calls of any rank be repeated, behind one of the rows of such an x.
+
+    Args:
+        x: [..., K].
+        rows: the same memory as [M, K].
+        weight: [N, K].
+        batch_invariant: as in that call.
+        weight_is_static: the same.
+    """
+    of_call = (weight_is_static, *modes(batch_invariant))
+    route = _routes.get((_probe((rows, weight, None, None), None)[1], *of_call))
+    if route is not None and x.data_ptr() == rows.data_ptr():
+        shape = (*x.shape[:-1], *weight.shape[:-1])
+        _keep((x, weight, None, None), of_call, route, (shape,))
+
+
+def _keep(values: Values, of_call: tuple[Any, ...], route: _Route, shapes: Any = None) -> None:
+    repeat = route.repeat(values, shapes)
+    if repeat is not None:
+        key = (values[0].shape, values[1].shape, *of_call)
+        _repeats.remember(key, (route.counter, repeat, route.is_ours))
 
 
 def _run(values: Values, batch_invariant: Any, weight_is_static: Any, stream: Any) -> Any:
-    now = stamp(_SOURCES)
     if type(batch_invariant) is not bool:
         batch_invariant = batch_invariance.resolved(batch_invariant)
     if type(weight_is_static) is not bool:
         checks.check_flags(locals(), "weight_is_static")
+    # What has another rank is the framework's here, and may be ours in a layer.
+    is_repeated = stream is None and getattr(values[0], "ndim", None) == 2
+    if is_repeated:
+        result = again(values, batch_invariant, weight_is_static)
+        if result is not MISS:
+            return result
+    of_call = (weight_is_static, batch_invariant, stamp(_SOURCES))
     try:
         addresses, signature, owners = _probe(values, stream)
     except TypeError:
@@ -198,32 +287,33 @@ def _run(values: Values, batch_invariant: Any, weight_is_static: Any, stream: An
             raise
         _counter_of(choice, values).calls += 1
         return None
-    key = (signature, batch_invariant, weight_is_static, now)
+    key = (signature, *of_call)
     route = _routes.get(key)
     if route is None:
         route = _make_route(values, batch_invariant, weight_is_static, stream)
         _routes.remember(key, route)
-    counter, run = route
-    counter.calls += 1
+    route.counter.calls += 1
     try:
-        result = run(values, addresses, stream)
+        result = route.run(values, addresses, stream)
     except TypeError as error:
         if stream is not None or not producers.in_transform():
             raise  # otherwise PyTorch wraps what it makes: the framework can compute it
-        counter.calls -= 1
+        route.counter.calls -= 1
         _counter_of(_fallback(error, batch_invariant, values), values).calls += 1
         return None
     del owners  # memory that exists only for this call has been used, or queued to be
+    if is_repeated:
+        _keep(values, of_call, route)
     return result
 
 
 def _make_route(
     values: Values, batch_invariant: bool, weight_is_static: bool, stream: Any
-) -> tuple[Counter, Callable[..., Any]]:
+) -> _Route:
     """Return what calls of one signature count, and run: a plan, or for the framework a check."""
     problem, choice = _decide(values, batch_invariant, weight_is_static)
     if problem is None or choice.kernel == FRAMEWORK:
-        return _counter_of(choice, values), producers.storage_check(OURS.arguments.names, values)
+        return _framework_route(choice, values)
     try:
         plan = _OPERATIONS[choice.kernel].plan_of(problem, _completed(problem, choice), stream)
     except CaptureError as error:
@@ -237,9 +327,44 @@ def _make_route(
         if sources.overridden() is not None:  # an edited copy that is not there is raised
             sources.load(_OPERATIONS[choice.kernel].kernel.SOURCE)
         warn_user(f"low-latency linear: {choice.kernel} cannot run: {error}")
-        choice = _fallback(error, batch_invariant, values)
-        return _counter_of(choice, values), producers.storage_check(OURS.arguments.names, values)
-    return _counter_of(choice, values), plan.run
+        return _framework_route(_fallback(error, batch_invariant, values), values)
+    return _Route(_counter_of(choice, values), plan.run, plan.repeat, is_ours=True)
+
+
+def _framework_route(choice: Choice, values: Values) -> _Route:
+    check = producers.storage_check(OURS.arguments.names, values)
+    return _Route(_counter_of(choice, values), check, _repeat_of_framework, is_ours=False)
+
+
+def _repeat_of_framework(values: Values, _: Any = None) -> Callable[[Values], Any] | None:
+    """Return what says of calls like one that the framework's linear computes them: None."""
+    *given, residual, _ = values
+    alike = producers.likeness(tuple(given)) if residual is None else None
+    if alike is None:
+        return None
+    torch = pytorch()
+    is_watched, is_grad_enabled = torch._C._len_torch_dispatch_stack, torch.is_grad_enabled
+    grad_mode = is_grad_enabled() if any(t.requires_grad for t in given) else None
+    (size, weight_size), (room, weight_room) = zip(
+        *[(t.element_size(), span(t.shape, t.stride(), t.element_size())) for t in given],
+        strict=True,
+    )
+    if any(t.data_ptr() % ALIGNMENT for t in given):
+        return None  # where they are aligned our kernel may run
+
+    def repeat(x: Any, weight: Any, residual: Any, _: Any) -> Any:
+        if (
+            residual is not None
+            or not alike(x, weight)
+            or (grad_mode is not None and is_grad_enabled() is not grad_mode)
+            or is_watched()
+            or x.storage_offset() * size + room > len(x.untyped_storage())
+            or weight.storage_offset() * weight_size + weight_room > len(weight.untyped_storage())
+        ):
+            return MISS  # a storage that is too short is told there
+        return None
+
+    return repeat
 
 
 def _decide(

@@ -9,9 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from k3cupy.call.plans import PlanCache
+from k3cupy.call.repeat import MISS
 from k3cupy.ops import linear
 from k3cupy.runtime import streams
 from k3cupy.runtime.errors import reject
@@ -37,6 +40,11 @@ def linear_of_any_rank(
     Returns:
         A new contiguous [..., N] tensor.
     """
+    out = MISS
+    if residual is None:
+        out = repeated(x, weight, weight_is_static, batch_invariant)
+    if out is not MISS:
+        return out
     static = weight_is_static and is_settled(weight)
     rank = x.dim()
     if rank == 2 or not rank:
@@ -47,16 +55,50 @@ def linear_of_any_rank(
         shape = (*x.shape[:-1], *weight.shape[:-1])
         if residual is not None and residual.shape != shape:
             reject("residual", f"shape {list(shape)}", f"shape {list(residual.shape)}")
+        rows = _as_rows(x)
         out = linear.low_latency_linear(
-            _as_rows(x),
+            rows,
             weight,
             None if residual is None else _as_rows(residual),
             batch_invariant=batch_invariant,
             weight_is_static=static,
         ).view(shape)
+        if residual is None:
+            linear.keep_rank(x, rows, weight, batch_invariant, static)
     if weight_is_static and not static and out.numel():
         settle(weight)
     return out
+
+
+def repeated(
+    x: Tensor, weight: Tensor, weight_is_static: bool, batch_invariant: bool | None
+) -> Any:
+    """Compute a call of ``linear_of_any_rank`` that is like an earlier one; MISS for any other."""
+    latest = _latest.get(weight._cdata)
+    if latest is not None:
+        of_call, static, (counter, run, is_ours) = latest
+        if of_call == linear.modes(batch_invariant) and (
+            not is_ours or (static is weight_is_static and (not static or is_settled(weight)))
+        ):
+            out = run(x, weight, None, None)
+            if out is not MISS:
+                counter.calls += 1
+                return F.linear(x, weight) if out is None else out
+    static, values = weight_is_static and is_settled(weight), (x, weight, None, None)
+    out = linear.again(values, batch_invariant, static)
+    if out is MISS:
+        return out
+    found = linear.known(values, batch_invariant, static)
+    _latest.remember(weight._cdata, (linear.modes(batch_invariant), static, found))
+    if out is None:
+        out = F.linear(x, weight)
+    if weight_is_static and not static and out.numel():
+        settle(weight)
+    return out
+
+
+_latest = PlanCache()
+"""By a weight's identity: the modes and the promise of a call with it, and what repeats that."""
 
 
 def is_settled(weight: Tensor) -> bool:

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import Linear  # itself: nn.Linear is a name that others assign to
 
-from k3cupy.torch.torch_library import linear_of_any_rank
+from k3cupy.call.repeat import MISS
+from k3cupy.torch.torch_library import linear_of_any_rank, repeated
 
 _PLAIN = (Tensor, nn.Parameter)
 """Classes whose data is what it looks like: no quantised, sharded or fake tensors."""
@@ -62,7 +63,18 @@ class LowLatencyLinear(Linear):  # type: ignore[misc]
                     return torch.ops.k3cupy.low_latency_linear(
                         input, weight, None, static, self.batch_invariant
                     )
-            elif _may_be_ours(input, weight):
+            else:
+                if (
+                    type(input) in _PLAIN
+                    and type(weight) in _PLAIN
+                    and not (torch._C._len_torch_function_stack() and _functions_are_watched())
+                ):
+                    # A call that is like an earlier one of ours may be ours.
+                    out = repeated(input, weight, static, self.batch_invariant)
+                    if out is not MISS:
+                        return out
+                if not _may_be_ours(input, weight):
+                    return Linear.forward(self, input)
                 return linear_of_any_rank(input, weight, None, static, self.batch_invariant)
         return Linear.forward(self, input)  # not super(): self may be no instance of this any more
 
