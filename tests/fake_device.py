@@ -229,7 +229,6 @@ class FakeDevice:
 
         return allocate
 
-
     def _like(self, empty_like: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def allocate(model: torch.Tensor, **kwargs: Any) -> torch.Tensor:
             made = empty_like(model, **kwargs)

@@ -15,12 +15,16 @@ from k3cupy.call.arguments import Arguments, Problem, Values
 from k3cupy.call.choice import Choice
 from k3cupy.call.launch import Launch
 from k3cupy.call.plans import CudaPlan, Plan, PlanCache, Reference, ReferencePlan, Verify, stamp
-from k3cupy.call.repeat import MISS
+from k3cupy.call.repeat import MISS, Repeat, filled
 from k3cupy.runtime import devices, env
 from k3cupy.runtime.devices import DeviceInfo
 
 Given = Mapping[str, Any]
 """What a call asks for beside its tensors, by name."""
+
+
+operations: dict[Callable[..., Any], Operation] = {}
+"""By their public functions."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,8 @@ class Operation:
         accept: (values, options) -> the validated call.
         choose: (problem, GPU, options) -> what runs; not asked for a call without tokens.
         reference: what computes it on a CPU.
+        check: refuses what of its arguments by name is wrong and no tensor, and adds what
+            ``arguments`` name otherwise; None for nothing.
         verify: what K3CUPY_CHECK looks at; None for nothing.
         launches: (problem, configuration, GPU) -> what is queued; None for the kernel's own.
         plans: by the signature of their calls.
@@ -49,6 +55,7 @@ class Operation:
     accept: Callable[[Values, Given], Problem]
     choose: Callable[[Any, DeviceInfo, Given], Choice]
     reference: Reference
+    check: Callable[[dict[str, Any]], None] | None = None
     verify: Verify | None = None
     launches: Callable[[Any, Any, DeviceInfo], Sequence[Launch]] | None = None
     plans: PlanCache = field(default_factory=PlanCache)
@@ -56,8 +63,9 @@ class Operation:
     sources: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Name the sources once: it counts on every call."""
+        """Name the sources once, which counts on every call, and be found by the function."""
         object.__setattr__(self, "sources", (self.kernel.SOURCE,))
+        operations[self.function] = self
 
     def __call__(self, values: Values, options: tuple[Any, ...], stream: Any) -> Any:
         """Compute a call.
@@ -134,22 +142,41 @@ class Operation:
         name = choice.config.name_expression(self.kernel.variant_of(problem))
         return replace(choice, reason=reason, name_expression=name, pdl=pdl)
 
-    def explain(
-        self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        prepare: Callable[[dict[str, Any]], None],
-    ) -> Choice:
+    def bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call by name, those among them that are no tensors checked."""
+        found = inspect.signature(self.function).bind(*args, **kwargs)
+        found.apply_defaults()
+        if self.check is not None:
+            self.check(found.arguments)
+        return found.arguments
+
+    def explain(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Choice:
         """Validate a call and say what it would run; launch nothing.
 
         Args:
             args: positional arguments of the function.
             kwargs: its keyword arguments.
-            prepare: checks what is no tensor, and adds what ``arguments`` name otherwise.
         """
-        found = inspect.signature(self.function).bind(*args, **kwargs)
-        found.apply_defaults()
-        given = found.arguments
-        prepare(given)
+        given = self.bound(args, kwargs)
         problem = self.accept(tuple(given[name] for name in self.arguments.names), given)
         return self.choice(problem, given)
+
+    def prepared(
+        self, _: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Repeat, tuple[str, ...], Choice]:
+        """Validate a call of the function and load what it runs; launch nothing.
+
+        Returns:
+            What runs it for other tensors, the names of those, and the choice.
+        """
+        given = self.bound(args, kwargs)
+        stream, names = given.get("stream"), self.arguments.names
+        values = tuple(given[name] for name in names)
+        problem = self.accept(values, given)
+        choice = self.choice(problem, given)
+        plan = self.plan_of(problem, choice, stream)
+        run = plan.prepared(values) if stream is None else None
+        if run is None:
+            options = tuple(given[name] for name in self.options)
+            run = filled(values, names, problem.views, lambda every: self(every, options, stream))
+        return run, tuple(problem.views), choice

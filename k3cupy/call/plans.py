@@ -116,6 +116,8 @@ class ReferencePlan:
     def repeat(self, values: Values) -> None:
         """Return what repeats a call: nothing here, the host computes it."""
 
+    prepared = repeat
+
     def _arrays(self, views: Mapping[str, TensorView]) -> dict[str, Any]:
         """Return the tensors as NumPy arrays, e4m3 as its codes; a scale tensor as its number."""
         arrays: dict[str, Any] = {}
@@ -261,17 +263,20 @@ class CudaPlan:
             values: of the call, all whose tensors are PyTorch's.
             shapes: of new outputs, where they are others than the problem's.
         """
-        recipe = self._recipe(values, shapes)
+        recipe = self._recipe(values, shapes, self._memory.beyond)
         return None if recipe is None else make_repeat(recipe)
 
     def prepared(self, values: Values) -> Repeat | None:
         """Return what computes calls of new tensors like these, or None as ``repeat`` does."""
-        recipe = self._recipe(values, None)
+        recipe = self._recipe(values, None, "")
         if recipe is None:
             return None
-        return make_prepared(recipe, self._refuse_changed)
+        names = [self._arguments.names[place] for place in recipe.spans]
+        return make_prepared(recipe, names, self._refuse_changed)
 
-    def _recipe(self, values: Values, shapes: Sequence[tuple[int, ...]] | None) -> Recipe | None:
+    def _recipe(
+        self, values: Values, shapes: Sequence[tuple[int, ...]] | None, beyond: str
+    ) -> Recipe | None:
         memory, problem = self._memory, self._problem
         if self._verify is not None or not self._steps:
             return None
@@ -289,11 +294,11 @@ class CudaPlan:
             )
             for output, shape in zip(made, wanted, strict=True)
         }
-        tests = [test for test in (memory.beyond, memory.shared) if test]
+        tests = [test for test in (beyond, memory.shared) if test]
         torch, follows = tensors.pytorch(), any(t.requires_grad for t in each_once.values())
         return Recipe(
             values=values,
-            addresses=[values[i].data_ptr() if i in memory.spans else 0 for i in range(len(values))],
+            addresses=[t.data_ptr() if i in memory.spans else 0 for i, t in enumerate(values)],
             alike=alike,
             suspicious=" or ".join(tests),
             spans=memory.spans,

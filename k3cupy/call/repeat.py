@@ -9,7 +9,7 @@ the long way, which tells what is wrong as well.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -93,24 +93,51 @@ def make_repeat(recipe: Recipe) -> Repeat:
     others += [f"t{i} is not t{first}" for i, first in same.items()]
     others.append(f"not alike({_names('t', given)})")
     lines = [f"if {' or '.join(others)}:", "    return MISS"]
-    return _compiled(recipe, range(len(recipe.values)), lines, "return MISS")
+    return _compiled(recipe, [f"t{i}" for i in range(len(recipe.values))], lines, "return MISS")
 
 
-def make_prepared(recipe: Recipe, changed: Callable[..., None]) -> Repeat:
+def make_prepared(recipe: Recipe, names: Sequence[str], changed: Callable[..., None]) -> Repeat:
     """Return what computes calls of new tensors that are like those of a recipe.
 
     Args:
         recipe: of what it is made.
+        names: of its tensors.
         changed: (values) -> the error for tensors that are not like those.
     """
     given, same = _given(recipe)
-    tensors = [i for i in range(len(recipe.values)) if i in recipe.spans]
-    others = [f"t{i} is not t{first}" for i, first in same.items()]
-    others.append(f"not alike({_names('t', given)})")
     every = ["None" if v is None else f"t{i}" for i, v in enumerate(recipe.values)]
     refused = f"changed(({', '.join(every)},))"
-    lines = [f"if {' or '.join(others)}:", f"    {refused}"]
-    return _compiled(recipe, tensors, lines, refused, changed)
+    lines = [f"t{i} = {_word(name)}" for i, name in zip(recipe.spans, names, strict=True)]
+    others = [f"t{i} is not t{first}" for i, first in same.items()]
+    others.append(f"not alike({_names('t', given)})")
+    lines += [f"if {' or '.join(others)}:", f"    {refused}"]
+    return _compiled(recipe, map(_word, names), lines, refused, changed)
+
+
+def filled(
+    values: Sequence[Any], names: Sequence[str], tensors: Collection[str], call: Callable[..., Any]
+) -> Repeat:
+    """Return what computes calls of new tensors, as the operation itself does.
+
+    Args:
+        values: of a call.
+        names: of all of them.
+        tensors: of those that come anew; the others stay.
+        call: (values) -> the result.
+    """
+    kept = [i for i, name in enumerate(names) if name not in tensors]
+    scope: dict[str, Any] = {f"t{i}": values[i] for i in kept}
+    told = [_word(name) if name in tensors else f"t{i}" for i, name in enumerate(names)]
+    taken = ", ".join(_word(name) for name in names if name in tensors)
+    text = f"def prepared({taken}):\n    return call(({', '.join(told)},))"
+    exec(_code(text), scope | {"call": call}, scope)
+    made: Repeat = scope["prepared"]
+    return made
+
+
+def _word(name: str) -> str:
+    """Return what a parameter is called: ``out0`` for ``out[0]``."""
+    return name.replace("[", "").replace("]", "")
 
 
 def _given(recipe: Recipe) -> tuple[list[int], dict[int, int]]:
@@ -131,7 +158,11 @@ def _names(prefix: str, places: Any) -> str:
 
 
 def _compiled(
-    recipe: Recipe, arguments: Any, lines: list[str], otherwise: str, changed: Any = None
+    recipe: Recipe,
+    arguments: Iterable[str],
+    lines: list[str],
+    otherwise: str,
+    changed: Any = None,
 ) -> Repeat:
     scope: dict[str, Any] = {
         "MISS": MISS,
@@ -186,7 +217,7 @@ def _compiled(
         lines.append(f"count(({_names('t', recipe.counted)}))")
     results = [f"t{i}" for i, _ in recipe.outputs]
     lines.append(f"return {', '.join(results)}")
-    text = "\n".join([f"def repeat({_names('t', arguments)}):", *[f"    {line}" for line in lines]])
+    text = "\n".join([f"def repeat({', '.join(arguments)}):", *[f"    {line}" for line in lines]])
     exec(_code(text), scope)
     made: Repeat = scope["repeat"]
     return made

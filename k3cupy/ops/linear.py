@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from k3cupy.accept import checks, gemm
@@ -10,8 +11,8 @@ from k3cupy.accept.gemm import LINEAR, OURS, GemmProblem
 from k3cupy.call.arguments import Values
 from k3cupy.call.choice import LINEAR as FRAMEWORK
 from k3cupy.call.choice import Choice
-from k3cupy.call.plans import PlanCache, stamp
-from k3cupy.call.repeat import MISS
+from k3cupy.call.plans import Plan, PlanCache, stamp
+from k3cupy.call.repeat import MISS, Repeat, filled
 from k3cupy.choose.gemm import ALL, FUSED_A, NOT_INVARIANT, SKINNY, choose
 from k3cupy.kernels.fused_a_gemm import why_not_mapped
 from k3cupy.ops import batch_invariance, framework_linear, fused_a_gemm, skinny_gemm
@@ -181,6 +182,7 @@ def select_backend(
 
 # --- A call --------------------------------------------------------------------------------------
 
+
 class _Route(NamedTuple):
     """What calls of one signature come to.
 
@@ -188,13 +190,13 @@ class _Route(NamedTuple):
         counter: of what runs.
         run: (values, addresses, stream) -> the output; None where the framework's linear is to run.
         repeat: (values, shapes of new outputs) -> what computes further calls like one, or None.
-        is_ours: a kernel of ours runs.
+        plan: of a kernel of ours; None where the framework's linear runs.
     """
 
     counter: Counter
     run: Callable[..., Any]
     repeat: Callable[..., Any]
-    is_ours: bool
+    plan: Plan | None
 
 
 _routes = PlanCache()
@@ -240,6 +242,33 @@ def modes(batch_invariant: bool | None) -> tuple[bool, Any]:
     return batch_invariant, stamp(_SOURCES)
 
 
+def prepared(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Repeat, tuple[str, ...], Choice]:
+    """Do for the two functions of this module what ``Operation.prepared`` does for others."""
+    found = inspect.signature(function).bind(*args, **kwargs)
+    found.apply_defaults()
+    x, weight, residual, *_ = found.arguments.values()
+    given, values = found.arguments, (x, weight, residual, None)
+    checks.check_flags(given, "weight_is_static")
+    stream, static = given["stream"], given["weight_is_static"]
+    invariant = batch_invariance.resolved(given["batch_invariant"])
+    problem, choice = _decide(values, invariant, static)
+    run = None
+    if stream is None and problem is not None and choice.kernel != FRAMEWORK:
+        plan = _make_route(values, invariant, static, stream).plan
+        run = None if plan is None else plan.prepared(values)
+    tensors = tuple(
+        name for name, value in zip(OURS.arguments.names, values, strict=True) if value is not None
+    )
+    if run is None:
+        modes = {"batch_invariant": invariant, "weight_is_static": static, "stream": stream}
+        run = filled(
+            values, OURS.arguments.names, tensors, lambda every: function(*every[:3], **modes)
+        )
+    return run, tensors, _completed(problem, choice)
+
+
 def keep_rank(
     x: Any, rows: Any, weight: Any, batch_invariant: bool | None, weight_is_static: bool
 ) -> None:
@@ -263,7 +292,7 @@ def _keep(values: Values, of_call: tuple[Any, ...], route: _Route, shapes: Any =
     repeat = route.repeat(values, shapes)
     if repeat is not None:
         key = (values[0].shape, values[1].shape, *of_call)
-        _repeats.remember(key, (route.counter, repeat, route.is_ours))
+        _repeats.remember(key, (route.counter, repeat, route.plan is not None))
 
 
 def _run(values: Values, batch_invariant: Any, weight_is_static: Any, stream: Any) -> Any:
@@ -328,15 +357,15 @@ def _make_route(
             sources.load(_OPERATIONS[choice.kernel].kernel.SOURCE)
         warn_user(f"low-latency linear: {choice.kernel} cannot run: {error}")
         return _framework_route(_fallback(error, batch_invariant, values), values)
-    return _Route(_counter_of(choice, values), plan.run, plan.repeat, is_ours=True)
+    return _Route(_counter_of(choice, values), plan.run, plan.repeat, plan)
 
 
 def _framework_route(choice: Choice, values: Values) -> _Route:
     check = producers.storage_check(OURS.arguments.names, values)
-    return _Route(_counter_of(choice, values), check, _repeat_of_framework, is_ours=False)
+    return _Route(_counter_of(choice, values), check, _repeat_of_framework, None)
 
 
-def _repeat_of_framework(values: Values, _: Any = None) -> Callable[[Values], Any] | None:
+def _repeat_of_framework(values: Values, _: Any = None) -> Repeat | None:
     """Return what says of calls like one that the framework's linear computes them: None."""
     *given, residual, _ = values
     alike = producers.likeness(tuple(given)) if residual is None else None

@@ -182,7 +182,7 @@ def make_packed_launcher(
         """Return the memory of a launch, and pointers to its configuration and its arguments."""
         memory = (ctypes.c_uint64 * (_CONFIG_WORDS + len(order)))()
         struct.pack_into("<7I", memory, 0, grid * cluster, 1, 1, block, 1, 1, shared_bytes)
-        memory[5:_CONFIG_WORDS] = ctypes.addressof(attributes), count
+        memory[5], memory[6] = ctypes.addressof(attributes), count
         start = ctypes.addressof(memory)
         parameters = (ctypes.c_void_p * max(len(order), 1))()
         for word, place in enumerate(order, _CONFIG_WORDS):
