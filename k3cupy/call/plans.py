@@ -316,12 +316,17 @@ class CudaPlan:
         """Say what of tensors is not like those of the problem."""
         views = self._arguments.views(values)
         for name, was in self._problem.views.items():
+            expected = f"{tensors.layout(was)}, as prepared"
+            if name not in views:
+                reject(name, expected, "None", error=TypeError)
             now = views[name]
             tensors.check_memory(name, now)
-            expected, got = tensors.layout(was), tensors.layout(now)
-            if expected != got:
-                reject(name, f"{expected}, as prepared", got)
-        reject("tensors", "such as were prepared: their classes, views and modes too", "others")
+            if tensors.layout(was) != tensors.layout(now):
+                reject(name, expected, tensors.layout(now))
+        addresses = [getattr(views.get(name), "address", 0) for name in self._arguments.names]
+        self._memory.refuse(values, addresses)
+        hint = "Class, grad mode, inference mode, autocast, and which are one tensor, count too"
+        reject("tensors", "such as were prepared", "others", hint)
 
     def _allocate_for(self, allocate: outputs.Allocator, handle: int) -> Any:
         with outputs.allocated_for(self._framework, self._device, handle):

@@ -92,7 +92,7 @@ PackedLauncher = Callable[..., None]
 _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6
 """The driver's numbers of launch attributes."""
 
-_CODES: dict[type, str] = {np.uint32: "I", np.float32: "f", np.int64: "q", int: "q"}
+_CODES: dict[type, str] = {np.uint32: "I4x", np.float32: "f4x", np.int64: "q", int: "q"}
 """By type of an argument, how it is written; each has eight bytes to itself."""
 
 _CONFIG_WORDS, _STREAM_AT = 7, 32
@@ -160,7 +160,8 @@ def make_packed_launcher(
         whole(stream, every)
 
     queue = _driver_launch()
-    if queue is None or any(type(argument) not in _CODES for argument in arguments):
+    codes = [_CODES.get(type(argument)) for argument in arguments]
+    if queue is None or None in codes:
         return launch_whole
     attributes = (_Attribute * 2)()
     count = 0
@@ -172,10 +173,8 @@ def make_packed_launcher(
             attributes[count].id, attributes[count].value[:3] = number, value
             count += 1
     attributes_at = ctypes.addressof(attributes)
-    fixed = [place for place in range(len(arguments)) if place not in places]
-    order = [*places, *fixed]
-    code = "<QQQ" + "".join(_padded(arguments[place]) for place in places)
-    write = struct.Struct(code).pack_into
+    order = [*places, *[place for place in range(len(arguments)) if place not in places]]
+    write = struct.Struct("<QQQ" + "".join([f"{codes[place]}" for place in places])).pack_into
     handle = ctypes.c_void_p(int(kernel.handle))
 
     def make_block() -> tuple[Any, Any, Any]:
@@ -187,10 +186,10 @@ def make_packed_launcher(
         parameters = (ctypes.c_void_p * max(len(order), 1))()
         for word, place in enumerate(order, _CONFIG_WORDS):
             parameters[place] = start + 8 * word
-            struct.pack_into(f"<{_padded(arguments[place])}", memory, 8 * word, arguments[place])
+            struct.pack_into(f"<{codes[place]}", memory, 8 * word, arguments[place])
         return memory, ctypes.byref(memory), ctypes.byref(parameters)
 
-    free: list[tuple[Any, Any, Any]] = []
+    free = [make_block()]
     get_device = toolchain.cupy().cuda.runtime.getDevice
     thread = threading.local()
 
@@ -208,8 +207,3 @@ def make_packed_launcher(
         thread.bound = True
 
     return launch
-
-
-def _padded(argument: Any) -> str:
-    code = _CODES[type(argument)]
-    return code + "4x" if struct.calcsize(code) == 4 else code
