@@ -282,7 +282,7 @@ class FakeDevice:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(toolchain, "cupy", lambda: cupy)
             patch.setattr(launch, "make_launcher", lambda *_, **__: run)
-            patch.setattr(launch, "_driver_launch", lambda: DRIVER_LAUNCH(queue))
+            patch.setattr(launch, "driver_launch", lambda: DRIVER_LAUNCH(queue))
             return _MAKE_PACKED_LAUNCHER(
                 device, SimpleNamespace(handle=HANDLE), arguments, places, **config
             )

@@ -79,7 +79,7 @@ ARGUMENTS = [np.uint32(7), 0, np.float32(0.5), np.int64(-9), 0]
 
 def packed(driver: Any, monkeypatch: pytest.MonkeyPatch, arguments: Any = ARGUMENTS) -> Any:
     """A launcher whose second and last arguments come with each call, and its driver."""
-    monkeypatch.setattr(launch, "_driver_launch", lambda: driver and DRIVER_LAUNCH(driver))
+    monkeypatch.setattr(launch, "driver_launch", lambda: driver and DRIVER_LAUNCH(driver))
     kernel = SimpleNamespace(handle=5)
     return launch.make_packed_launcher(0, kernel, arguments, [4, 1], grid=1, block=32, pdl=True)
 

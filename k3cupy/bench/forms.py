@@ -215,6 +215,22 @@ def linear_summary(entry: Entry) -> dict[str, Any]:
     }
 
 
+# --- The host's time of a call -------------------------------------------------------------------
+
+
+def host_summary(entry: Entry) -> dict[str, Any]:
+    """Return the figures of an entry that decide; a prepared call has the bar of 0.5."""
+    ours, beside = entry["ours_us"], entry["beside_us"]
+    return {
+        "ratio": None if beside is None else ours / beside,
+        "difference_us": None if beside is None else ours - beside,
+    }
+
+
+def _maybe(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
 FORMS = {
     "decode": Form(
         title="MLA decode epilogue, microseconds a launch",
@@ -293,6 +309,20 @@ FORMS = {
         is_for_page=lambda entry: (
             entry["tokens"] in _PAGE_TOKENS
             and (entry["kind"] in PAGE_SHAPES or " of " in entry["kind"])
+        ),
+    ),
+    "host": Form(
+        title="The host's time of a call, microseconds",
+        marker="host-results",
+        summary=host_summary,
+        columns=(
+            Column("call", lambda e, _: e["kind"], is_words=True),
+            Column("form", lambda e, _: str(e["form"]), is_words=True),
+            _measured("ours_us", name="ours"),
+            Column("beside", lambda e, _: str(e["beside"]), is_words=True),
+            Column("its time", lambda e, _: _maybe(e["beside_us"], ".2f")),
+            Column("ratio", lambda _, s: _maybe(s["ratio"], ".2f")),
+            Column("difference", lambda _, s: _maybe(s["difference_us"], "+.2f")),
         ),
     ),
 }

@@ -107,7 +107,7 @@ class _Attribute(ctypes.Structure):
 
 
 @functools.cache
-def _driver_launch() -> Any:
+def driver_launch() -> Any:
     """Return the driver's ``cuLaunchKernelEx``, or None where the driver has another name."""
     try:
         return ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
@@ -159,7 +159,7 @@ def make_packed_launcher(
             every[place] = value
         whole(stream, every)
 
-    queue = _driver_launch()
+    queue = driver_launch()
     codes = [_CODES.get(type(argument)) for argument in arguments]
     if queue is None or None in codes:
         return launch_whole
