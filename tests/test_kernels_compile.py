@@ -68,6 +68,8 @@ def test_the_kernels_of_the_benchmark_compile() -> None:
     names = ["k3cupy::empty_kernel", "k3cupy::read_all"]
     assert len(compile_cubin("tuning/chain.cu", names, "sm_90").symbols) == 2
     assert compile_cubin("bench/row_copy.cu", ["k3cupy::copy_rows"], "sm_90").symbols
+    names = ["k3cupy::public_gemm_arguments"]
+    assert compile_cubin("bench/host_arguments.cu", names, "sm_90").symbols
 
 
 def test_every_candidate_of_the_benchmark_compiles() -> None:

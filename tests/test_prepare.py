@@ -72,8 +72,9 @@ def without_outputs(call: Call) -> Call:
 
 @each_prepared
 @pytest.mark.parametrize("given", [True, False], ids=["given", "new"])
+@pytest.mark.parametrize("unchecked", [False, True], ids=["checked", "unchecked"])
 def test_it_launches_what_the_operation_launches(
-    gpu: DispatchDevice, name: str, given: bool
+    gpu: DispatchDevice, name: str, given: bool, unchecked: bool
 ) -> None:
     call = PREPARED[name]().moved(on_gpu)
     call = call if given else without_outputs(call)
@@ -86,7 +87,7 @@ def test_it_launches_what_the_operation_launches(
         before = len(gpu.records)
         outs = moved()
         launched = gpu.records[before:]
-        results = run(*[moved.tensors[n] for n in run.tensors])
+        results = (run.unchecked if unchecked else run)(*[moved.tensors[n] for n in run.tensors])
         again = gpu.records[before + len(launched) :]
         if given:
             assert again == launched
@@ -156,9 +157,26 @@ def test_tensors_that_are_not_like_those_are_refused_by_name(
     assert gpu.records
 
 
-def test_an_output_over_an_input_is_refused(gpu: DispatchDevice) -> None:
+@each_prepared
+def test_what_the_unchecked_one_still_refuses(gpu: DispatchDevice, name: str) -> None:
+    """What the addresses tell: none at all, and one that is not aligned like the other."""
+    call = PREPARED[name]().moved(on_gpu)
+    run = prepared(call).unchecked
+    for changed, tensor in call.tensors.items():
+        for damage in ("without memory", "misaligned"):
+            given = {**call.tensors, changed: DAMAGES[damage](tensor)}
+            words = {n.replace("[", "").replace("]", ""): t for n, t in given.items()}
+            with pytest.raises((TypeError, ValueError)) as e:
+                run(**words)
+            assert str(e.value).startswith(f"{changed}: expected "), (damage, str(e.value))
+    assert not gpu.records
+
+
+@pytest.mark.parametrize("unchecked", [False, True], ids=["checked", "unchecked"])
+def test_an_output_over_an_input_is_refused(gpu: DispatchDevice, unchecked: bool) -> None:
     x, weight, out = (on_gpu(t) for t in (normal((M, K), 1), normal((K, K), 2), normal((M, K), 3)))
     run = k3cupy.prepare(k3cupy.fused_a_gemm, x, weight, out=out)
+    run = run.unchecked if unchecked else run  # type: ignore[assignment]
     with pytest.raises(ValueError, match=r"\Aout: expected memory apart from x"):
         run(x, weight, x)
     assert not gpu.records
@@ -191,7 +209,7 @@ def test_where_it_is_the_operation_filled_in(
     run = prepared(call, **options)
     for _ in range(2):
         run(*[call.tensors[n] for n in run.tensors])
-        run(**call.tensors)
+        run.unchecked(**call.tensors)
     assert [r.stream for r in gpu.records] == [options.get("stream", 77)] * 4
     with pytest.raises(ValueError, match=r"\Aslot_mapping: expected a storage of"):
         run(**{**call.tensors, "slot_mapping": DAMAGES["freed"](call.tensors["slot_mapping"])})

@@ -28,6 +28,13 @@ _HEADS = 12
 _CALLS, _BATCHES = 200, 25
 _DECODE = "k3cupy::public_structure<__nv_bfloat16, false, false, 1>"
 
+_FORMS = tuple(
+    f"{kind}{output} output"
+    for kind in ("", "prepared, ", "unchecked, ")
+    for output in ("new", "given")
+)
+"""A new output or one that is given, of the operation, of a prepared call, of its ``unchecked``."""
+
 Body = Callable[[], Any]
 
 
@@ -95,11 +102,16 @@ def _with_empty(run: Callable[..., Any], like: torch.Tensor) -> Callable[..., to
 
 
 def _entries(kind: str, beside: str, times: Sequence[float], theirs: bool) -> Iterator[Entry]:
-    """Yield the forms of a call; times are ours (new, given, prepared twice), then theirs."""
-    ours, others = times[:4], [*times[4:], *times[4:]]
-    forms = ("new output", "given output", "prepared, new output", "prepared, given output")
-    for i, (form, us) in enumerate(zip(forms, ours, strict=True)):
-        yield Entry(kind, form, beside, others[i] if theirs else None, us)
+    """Yield the forms of a call, beside the operator with an output in the same way.
+
+    Args:
+        kind: of the entries.
+        beside: what stands beside them.
+        times: in the order of ``_FORMS``, then theirs with a new output and a given one.
+        theirs: whether those are there.
+    """
+    for i, (form, us) in enumerate(zip(_FORMS, times, strict=False)):
+        yield Entry(kind, form, beside, times[len(_FORMS) + i % 2] if theirs else None, us)
 
 
 def _run_decode(theirs: Any) -> Iterator[Entry]:
@@ -114,6 +126,8 @@ def _run_decode(theirs: Any) -> Iterator[Entry]:
         lambda: operation(*tensors, out=step.out),
         lambda: new(*tensors),
         lambda: given(*tensors, step.out),
+        lambda: new.unchecked(*tensors),
+        lambda: given.unchecked(*tensors, step.out),
     ]
     if theirs:
         run = theirs.decode.default
@@ -137,6 +151,8 @@ def _run_gemm(theirs: Any) -> Iterator[Entry]:
         lambda: k3cupy.fused_a_gemm(x, weight, out=out),
         lambda: new(x, weight),
         lambda: given(x, weight, out),
+        lambda: new.unchecked(x, weight),
+        lambda: given.unchecked(x, weight, out),
     ]
     if theirs:
         run = theirs.gemm.default

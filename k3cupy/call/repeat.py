@@ -99,6 +99,8 @@ def make_repeat(recipe: Recipe) -> Repeat:
 def make_prepared(recipe: Recipe, names: Sequence[str], changed: Callable[..., None]) -> Repeat:
     """Return what computes calls of new tensors that are like those of a recipe.
 
+    Its ``unchecked`` takes them to be like those, and looks at their addresses alone.
+
     Args:
         recipe: of what it is made.
         names: of its tensors.
@@ -107,11 +109,14 @@ def make_prepared(recipe: Recipe, names: Sequence[str], changed: Callable[..., N
     given, same = _given(recipe)
     every = ["None" if v is None else f"t{i}" for i, v in enumerate(recipe.values)]
     refused = f"changed(({', '.join(every)},))"
-    lines = [f"t{i} = {_word(name)}" for i, name in zip(recipe.spans, names, strict=True)]
+    taken = [f"t{i} = {_word(name)}" for i, name in zip(recipe.spans, names, strict=True)]
     others = [f"t{i} is not t{first}" for i, first in same.items()]
     others.append(f"not alike({_names('t', given)})")
-    lines += [f"if {' or '.join(others)}:", f"    {refused}"]
-    return _compiled(recipe, map(_word, names), lines, refused, changed)
+    checks = [f"if {' or '.join(others)}:", f"    {refused}"]
+    words = [_word(name) for name in names]
+    run = _compiled(recipe, words, [*taken, *checks], refused, changed)
+    vars(run)["unchecked"] = _compiled(recipe, words, taken, refused, changed)
+    return run
 
 
 def filled(

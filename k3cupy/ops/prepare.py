@@ -18,10 +18,13 @@ class PreparedCall(Protocol):
     Attributes:
         tensors: their names, in the order in which it takes them; ``out[1]`` by name is ``out1``.
         choice: what runs, and why.
+        unchecked: the same function for tensors that you promise to be like those of the
+            preparation: of them it looks at the addresses alone. See ``prepare``.
     """
 
     tensors: tuple[str, ...]
     choice: Choice
+    unchecked: Callable[..., Any]
 
     def __call__(self, *tensors: Any, **named: Any) -> Any:
         """Compute the call with these tensors."""
@@ -44,9 +47,13 @@ def prepare(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Prepa
     - there is memory, at addresses as far from a multiple of 16 bytes as then;
     - an output shares none with another tensor.
 
-    Not looked at are what the operation itself looks at on every call: whether a storage was freed
-    or shrunk behind a tensor. Tables, modes and edited sources that change later change nothing.
-    Calls of low-latency linear are not counted in ``dispatch_report``.
+    Not looked at is what the operation itself looks at on every call: whether a storage was freed
+    or shrunk behind a tensor. The function's ``unchecked``, which takes the same tensors, leaves
+    out the first of the three as well, and whoever calls it promises that: a tensor of another
+    shape, type or device is read and written as if it were one of these.
+
+    Tables, modes and edited sources that change later change nothing. Calls of low-latency linear
+    are not counted in ``dispatch_report``.
 
     On other tensors (of the CPU, of CuPy, JAX and others), with a stream of its own, with
     K3CUPY_CHECK, or where the framework's linear runs, the function is the operation itself with
@@ -81,4 +88,5 @@ def prepare(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Prepa
         reject("function", "an operation of k3cupy", repr(function), hint, TypeError)
     run, tensors, choice = prepared(function, args, kwargs)
     vars(run).update(tensors=tensors, choice=choice)
+    vars(run).setdefault("unchecked", run)
     return cast(PreparedCall, run)
