@@ -27,6 +27,7 @@ from hypothesis import settings
 from torch_linear_helpers import Calls
 
 import k3cupy
+from k3cupy.call.plans import PlanCache
 from k3cupy.call.repeat import MISS
 from k3cupy.ops import linear
 
@@ -134,10 +135,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
     again = linear.again
 
-    def spy_on_repeats(values: Any, batch_invariant: Any, weight_is_static: bool) -> Any:
-        out = again(values, batch_invariant, weight_is_static)
+    def spy_on_repeats(values: Any, of_call: Any, weight_is_static: bool) -> Any:
+        out = again(values, of_call, weight_is_static)
         if out is not MISS:
-            modes = {"batch_invariant": batch_invariant, "weight_is_static": weight_is_static}
+            modes = {"batch_invariant": of_call[1], "weight_is_static": weight_is_static}
             seen.append({"x": values[0], "weight": values[1], **modes})
         return out
 
@@ -148,6 +149,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
     monkeypatch.setattr(linear, "low_latency_linear", spy_on_calls)
     monkeypatch.setattr(linear, "again", spy_on_repeats)
+    monkeypatch.setattr(linear, "_repeats", PlanCache())  # of no other test
     latest = importlib.import_module("k3cupy.torch.torch_library")._latest
     monkeypatch.setattr(latest, "get", lambda _: None)
     return seen

@@ -205,18 +205,32 @@ _repeats = PlanCache()
 """What repeats the last call of each shape, by shapes and modes, and what that counts."""
 
 
-def again(values: Values, batch_invariant: bool | None, weight_is_static: bool) -> Any:
+def modes(batch_invariant: bool | None) -> tuple[Any, bool]:
+    """Return what decides beside a call's tensors and promise."""
+    now = stamp(_SOURCES)  # first: it tells the compiler of us
+    return now, batch_invariance.resolved(None) if batch_invariant is None else batch_invariant
+
+
+def known(values: Values, of_call: tuple[Any, bool], weight_is_static: bool) -> Any:
+    """Return (counter, what may repeat a call, whether that is ours), or None; see ``again``."""
+    try:
+        return _repeats.get((values[0].shape, values[1].shape, weight_is_static, *of_call))
+    except Exception:  # of no shape, or of one that has no hash
+        return None
+
+
+def again(values: Values, of_call: tuple[Any, bool], weight_is_static: bool) -> Any:
     """Compute a call that is like an earlier one.
 
     Args:
         values: x, weight, residual and None; x of any rank that ``keep_rank`` was told of.
-        batch_invariant: as for ``low_latency_linear``.
-        weight_is_static: the same.
+        of_call: its ``modes``.
+        weight_is_static: as for ``low_latency_linear``.
 
     Returns:
         The output; None where the framework's linear is to run; MISS for any other call.
     """
-    found = known(values, batch_invariant, weight_is_static)
+    found = known(values, of_call, weight_is_static)
     if found is None:
         return MISS
     counter, run, _ = found
@@ -224,22 +238,6 @@ def again(values: Values, batch_invariant: bool | None, weight_is_static: bool) 
     if result is not MISS:
         counter.calls += 1
     return result
-
-
-def known(values: Values, batch_invariant: bool | None, weight_is_static: bool) -> Any:
-    """Return (counter, what may repeat a call, whether that is ours), or None; see ``again``."""
-    of_call = (weight_is_static, *modes(batch_invariant))
-    try:
-        return _repeats.get((values[0].shape, values[1].shape, *of_call))
-    except Exception:  # of no shape, or of one that has no hash
-        return None
-
-
-def modes(batch_invariant: bool | None) -> tuple[bool, Any]:
-    """Return what decides beside a call's tensors and promise."""
-    if batch_invariant is None:
-        batch_invariant = batch_invariance.resolved(None)
-    return batch_invariant, stamp(_SOURCES)
 
 
 def prepared(
@@ -281,11 +279,11 @@ def keep_rank(
         batch_invariant: as in that call.
         weight_is_static: the same.
     """
-    of_call = (weight_is_static, *modes(batch_invariant))
-    route = _routes.get((_probe((rows, weight, None, None), None)[1], *of_call))
+    of_call, values = modes(batch_invariant), (rows, weight, None, None)
+    route = _routes.get((_probe(values, None)[1], weight_is_static, *of_call))
     if route is not None and x.data_ptr() == rows.data_ptr():
         shape = (*x.shape[:-1], *weight.shape[:-1])
-        _keep((x, weight, None, None), of_call, route, (shape,))
+        _keep((x, *values[1:]), (weight_is_static, *of_call), route, (shape,))
 
 
 def _keep(values: Values, of_call: tuple[Any, ...], route: _Route, shapes: Any = None) -> None:
@@ -296,17 +294,19 @@ def _keep(values: Values, of_call: tuple[Any, ...], route: _Route, shapes: Any =
 
 
 def _run(values: Values, batch_invariant: Any, weight_is_static: Any, stream: Any) -> Any:
+    now = stamp(_SOURCES)
     if type(batch_invariant) is not bool:
         batch_invariant = batch_invariance.resolved(batch_invariant)
     if type(weight_is_static) is not bool:
         checks.check_flags(locals(), "weight_is_static")
-    # What has another rank is the framework's here, and may be ours in a layer.
-    is_repeated = stream is None and getattr(values[0], "ndim", None) == 2
+    # An x of another rank is the framework's here, and may be ours in a layer.
+    is_repeated = stream is None and type(values[0]) in producers.torch_types
+    is_repeated = is_repeated and values[0].ndim == 2
     if is_repeated:
-        result = again(values, batch_invariant, weight_is_static)
+        result = again(values, (now, batch_invariant), weight_is_static)
         if result is not MISS:
             return result
-    of_call = (weight_is_static, batch_invariant, stamp(_SOURCES))
+    of_call = (weight_is_static, now, batch_invariant)
     try:
         addresses, signature, owners = _probe(values, stream)
     except TypeError:

@@ -74,10 +74,10 @@ def repeated(
     x: Tensor, weight: Tensor, weight_is_static: bool, batch_invariant: bool | None
 ) -> Any:
     """Compute a call of ``linear_of_any_rank`` that is like an earlier one; MISS for any other."""
-    latest = _latest.get(weight._cdata)
+    of_call, latest = linear.modes(batch_invariant), _latest.get(weight._cdata)
     if latest is not None:
-        of_call, static, (counter, run, is_ours) = latest
-        if of_call == linear.modes(batch_invariant) and (
+        of_latest, static, (counter, run, is_ours) = latest
+        if of_call == of_latest and (
             not is_ours or (static is weight_is_static and (not static or is_settled(weight)))
         ):
             out = run(x, weight, None, None)
@@ -85,11 +85,11 @@ def repeated(
                 counter.calls += 1
                 return F.linear(x, weight) if out is None else out
     static, values = weight_is_static and is_settled(weight), (x, weight, None, None)
-    out = linear.again(values, batch_invariant, static)
+    out = linear.again(values, of_call, static)
     if out is MISS:
         return out
-    found = linear.known(values, batch_invariant, static)
-    _latest.remember(weight._cdata, (linear.modes(batch_invariant), static, found))
+    if (found := linear.known(values, of_call, static)) is not None:
+        _latest.remember(weight._cdata, (of_call, static, found))
     if out is None:
         out = F.linear(x, weight)
     if weight_is_static and not static and out.numel():
