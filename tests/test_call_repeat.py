@@ -93,6 +93,19 @@ def test_what_is_not_like_it_goes_the_long_way(gpu: DispatchDevice, kind: str) -
     assert len(made) <= 1, "but for the new output"
 
 
+def test_calls_of_one_shape_take_turns(gpu: DispatchDevice) -> None:
+    """Layers that read slices of different tensors: each is repeated."""
+    layouts = [on_gpu(normal((M, K + 8 * i), 1))[:, :K] for i in range(4)]
+    weight = product()["weight"]
+    for turn in range(3):
+        for x in layouts:
+            for run in (k3cupy.fused_a_gemm, k3cupy.try_low_latency_gemm):
+                assert turn == 0 or way_of(lambda x=x, run=run: run(x, weight)) == "short"
+                run(x, weight)
+    strides = [r.arguments for r in gpu.records]
+    assert len(strides) == 4 * 2 * 5
+
+
 MODES: dict[str, Callable[[], Any]] = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "inference mode": torch.inference_mode,
@@ -172,6 +185,11 @@ def test_guards_that_tell_too_little_are_not_used(monkeypatch: pytest.MonkeyPatc
     for kind in (Blind, None):
         monkeypatch.setattr(guards, "TensorGuards", kind)
         assert producers._guards.__wrapped__() is None
+
+
+def test_the_guards_are_found_in_any_mode() -> None:
+    with torch.inference_mode(), torch.autocast("cpu", BF16), TorchDispatchMode():
+        assert producers._guards.__wrapped__() is torch._C._dynamo.guards.TensorGuards
 
 
 def test_many_threads_each_with_its_own_tensors(gpu: DispatchDevice) -> None:

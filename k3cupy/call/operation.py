@@ -44,7 +44,7 @@ class Operation:
         verify: what K3CUPY_CHECK looks at; None for nothing.
         launches: (problem, configuration, GPU) -> what is queued; None for the kernel's own.
         plans: by the signature of their calls.
-        repeats: what repeats the last call of each shape, by shapes and options.
+        repeats: what repeats the last calls of each shape, by shapes and options.
         sources: the CUDA sources of its kernel.
     """
 
@@ -80,10 +80,10 @@ class Operation:
         if stream is None:
             try:
                 near = (values[0].shape, values[1].shape, options, now)
-                again = self.repeats.get(near)
+                known = self.repeats.get(near, ())
             except Exception:  # of no shape, or of one that has no hash: told below, by its name
-                again = near = None
-            if again is not None:
+                near, known = None, ()
+            for again in known:
                 result = again(*values)
                 if result is not MISS:
                     return result
@@ -98,7 +98,7 @@ class Operation:
         result = plan.run(values, addresses, stream)
         del owners  # memory that exists only for this call has been used, or queued to be
         if near is not None and (made := plan.repeat(values)) is not None:
-            self.repeats.remember(near, made)
+            self.repeats.put_first(near, made)
         return result
 
     def plan_of(self, problem: Problem, choice: Choice, stream: Any) -> Plan:

@@ -77,6 +77,14 @@ class PlanCache:
                 self._plans.clear()
             self._plans[key] = plan
 
+    def put_first(self, key: Any, repeat: Any) -> None:
+        """Keep what repeats a call in front of the last few of its key."""
+        self.remember(key, (repeat, *self.get(key, ())[: _REPEATS_OF_A_KEY - 1]))
+
+
+_REPEATS_OF_A_KEY = 4
+"""Calls of one shape that differ in layout, class or mode may take turns."""
+
 
 class ReferencePlan:
     """A call on CPU tensors; ``verify``, where given, looks at its values first."""

@@ -201,8 +201,11 @@ class _Route(NamedTuple):
 
 _routes = PlanCache()
 
+_Repeated = tuple[Counter, Repeat, bool]
+"""What a repeated call counts, what repeats it, and whether that is a kernel of ours."""
+
 _repeats = PlanCache()
-"""What repeats the last call of each shape, by shapes and modes, and what that counts."""
+"""Those of the last calls of each shape, by shapes and modes."""
 
 
 def modes(batch_invariant: bool | None) -> tuple[Any, bool]:
@@ -211,15 +214,9 @@ def modes(batch_invariant: bool | None) -> tuple[Any, bool]:
     return now, batch_invariance.resolved(None) if batch_invariant is None else batch_invariant
 
 
-def known(values: Values, of_call: tuple[Any, bool], weight_is_static: bool) -> Any:
-    """Return (counter, what may repeat a call, whether that is ours), or None; see ``again``."""
-    try:
-        return _repeats.get((values[0].shape, values[1].shape, weight_is_static, *of_call))
-    except Exception:  # of no shape, or of one that has no hash
-        return None
-
-
-def again(values: Values, of_call: tuple[Any, bool], weight_is_static: bool) -> Any:
+def again(
+    values: Values, of_call: tuple[Any, bool], weight_is_static: bool
+) -> tuple[Any, _Repeated] | None:
     """Compute a call that is like an earlier one.
 
     Args:
@@ -228,16 +225,19 @@ def again(values: Values, of_call: tuple[Any, bool], weight_is_static: bool) -> 
         weight_is_static: as for ``low_latency_linear``.
 
     Returns:
-        The output; None where the framework's linear is to run; MISS for any other call.
+        The output, or None where the framework's linear is to run, and what gave it; None for any
+        other call.
     """
-    found = known(values, of_call, weight_is_static)
-    if found is None:
-        return MISS
-    counter, run, _ = found
-    result = run(*values)
-    if result is not MISS:
-        counter.calls += 1
-    return result
+    try:
+        known = _repeats.get((values[0].shape, values[1].shape, weight_is_static, *of_call), ())
+    except Exception:  # of no shape, or of one that has no hash
+        return None
+    for found in known:
+        result = found[1](*values)
+        if result is not MISS:
+            found[0].calls += 1
+            return result, found
+    return None
 
 
 def prepared(
@@ -290,7 +290,7 @@ def _keep(values: Values, of_call: tuple[Any, ...], route: _Route, shapes: Any =
     repeat = route.repeat(values, shapes)
     if repeat is not None:
         key = (values[0].shape, values[1].shape, *of_call)
-        _repeats.remember(key, (route.counter, repeat, route.plan is not None))
+        _repeats.put_first(key, (route.counter, repeat, route.plan is not None))
 
 
 def _run(values: Values, batch_invariant: Any, weight_is_static: Any, stream: Any) -> Any:
@@ -303,9 +303,9 @@ def _run(values: Values, batch_invariant: Any, weight_is_static: Any, stream: An
     is_repeated = stream is None and type(values[0]) in producers.torch_types
     is_repeated = is_repeated and values[0].ndim == 2
     if is_repeated:
-        result = again(values, (now, batch_invariant), weight_is_static)
-        if result is not MISS:
-            return result
+        done = again(values, (now, batch_invariant), weight_is_static)
+        if done is not None:
+            return done[0]
     of_call = (weight_is_static, now, batch_invariant)
     try:
         addresses, signature, owners = _probe(values, stream)

@@ -85,11 +85,11 @@ def repeated(
                 counter.calls += 1
                 return F.linear(x, weight) if out is None else out
     static, values = weight_is_static and is_settled(weight), (x, weight, None, None)
-    out = linear.again(values, of_call, static)
-    if out is MISS:
-        return out
-    if (found := linear.known(values, of_call, static)) is not None:
-        _latest.remember(weight._cdata, (of_call, static, found))
+    done = linear.again(values, of_call, static)
+    if done is None:
+        return MISS
+    out, found = done
+    _latest.remember(weight._cdata, (of_call, static, found))
     if out is None:
         out = F.linear(x, weight)
     if weight_is_static and not static and out.numel():
