@@ -7,7 +7,7 @@
 #   BASE_PYTHON=python3.12   the interpreter that creates .venv (default: python3)
 #   TORCH_SPEC=torch==2.10.0 which PyTorch to install into .venv
 #   TORCH_INDEX=URL          one more package index for it, such as PyTorch's own CPU-only index
-#   BENCH=prefill            what `make bench` measures: decode (the default), prefill, gemm, linear
+#   BENCH=prefill            what `make bench` measures: decode (the default), prefill, gemm, linear, host
 #   HUNT_REPLAYS=5000        how often `make hunt` replays each chain of kernels
 #   SOAK_MINUTES=30          how long `make soak` runs
 #   TOOLS="memcheck racecheck"   the tools of `make sanitize` (default: all four)
@@ -114,7 +114,7 @@ format: $(DEV_ENV) ## Rewrite Python and CUDA sources in the project's style
 wheel: $(DEV_ENV) ## Build the wheel and the source archive into dist/
 	$(PY) -m build --no-isolation --outdir dist
 
-bench: $(RUN_ENV) ## Measure on this machine's GPU: BENCH=decode, prefill, gemm or linear
+bench: $(RUN_ENV) ## Measure on this machine's GPU: BENCH=decode, prefill, gemm, linear or host
 	@$(PY) -m k3cupy bench $(BENCH) $(BENCH_ARGS)
 
 clean: ## Remove .venv, build output and caches

@@ -62,7 +62,7 @@ class Arguments:
         }
 
 
-@functools.lru_cache(maxsize=256)  # a number comes again and again, and errstate takes 2 us
+@functools.lru_cache(maxsize=256)  # one comes again and again, and errstate is slow
 def scale_number(name: str, value: Any) -> float:
     """Return a scale given as a number.
 

@@ -1,7 +1,7 @@
 """Launching with the PDL attribute, which CuPy's own launcher cannot set.
 
 By cuda-core, with every argument; or by the driver itself, with a block of arguments that is ready
-but for a few: that takes a third less of the host's time.
+but for a few, which takes less of the host's time.
 """
 
 from __future__ import annotations
