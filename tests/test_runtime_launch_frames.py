@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -111,6 +112,45 @@ def test_a_packed_launch_is_one_frame_and_another_in_it_has_its_own_block(
     thread.start()
     thread.join()
     assert len(launched) == 2, "another thread's first is not packed either"
+
+
+def test_threads_in_turns_share_no_block(
+    launched: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Any] = []
+    problems: list[str] = []
+
+    def driver(config: int, handle: int, parameters: int, extra: Any) -> int:
+        before = read_arguments(parameters, ARGUMENTS)
+        time.sleep(0)  # others may run
+        if read_arguments(parameters, ARGUMENTS) != before:
+            problems.append(f"{before} changed")
+        read.append((before[4], before[1]))
+        return 0
+
+    go = packed(driver, monkeypatch)
+
+    def work(first: int) -> None:
+        try:
+            for i in range(50):
+                go(5, first + i, -first - i)
+        except Exception as error:
+            problems.append(repr(error))
+
+    threads = [threading.Thread(target=work, args=(1000 * k,)) for k in range(1, 9)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not problems
+    assert sorted(read) == sorted(
+        (1000 * k + i, -1000 * k - i) for k in range(1, 9) for i in range(1, 50)
+    )
 
 
 def test_what_the_driver_refuses_is_told_by_cuda_core(

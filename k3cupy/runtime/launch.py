@@ -195,7 +195,10 @@ def make_packed_launcher(
 
     def launch(stream: int, *values: Any) -> None:
         if get_device() == device and hasattr(thread, "bound"):
-            ready = free.pop() if free else make_block()
+            try:
+                ready = free.pop()
+            except IndexError:  # asking first would let another thread take the last one
+                ready = make_block()
             memory, config, parameters = ready
             write(memory, _STREAM_AT, stream, attributes_at, count, *values)
             failed = queue(config, handle, parameters, None)
