@@ -90,6 +90,7 @@ class Operation:
         addresses, signature, owners = self.arguments.probe(values, stream)
         key = (signature, options, now)
         plan = self.plans.get(key)
+        comes_again = plan is not None
         if plan is None:
             given = dict(zip(self.options, options, strict=True))
             problem = self.accept(values, given)
@@ -97,8 +98,8 @@ class Operation:
             self.plans.remember(key, plan)
         result = plan.run(values, addresses, stream)
         del owners  # memory that exists only for this call has been used, or queued to be
-        if near is not None and (made := plan.repeat(values)) is not None:
-            self.repeats.put_first(near, made)
+        if comes_again and near is not None and (made := plan.repeat(values)) is not None:
+            self.repeats.put_first(near, made)  # not for a length that comes once
         return result
 
     def plan_of(self, problem: Problem, choice: Choice, stream: Any) -> Plan:

@@ -77,6 +77,10 @@ class PlanCache:
                 self._plans.clear()
             self._plans[key] = plan
 
+    def __contains__(self, key: Any) -> bool:
+        """Return whether something is kept by a key."""
+        return key in self._plans
+
     def put_first(self, key: Any, repeat: Any) -> None:
         """Keep what repeats a call in front of the last few of its key."""
         self.remember(key, (repeat, *self.get(key, ())[: _REPEATS_OF_A_KEY - 1]))

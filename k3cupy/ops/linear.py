@@ -270,7 +270,7 @@ def prepared(
 def keep_rank(
     x: Any, rows: Any, weight: Any, batch_invariant: bool | None, weight_is_static: bool
 ) -> None:
-    """Let calls of any rank be repeated, behind one of the rows of such an x.
+    """Let calls of any rank be repeated, where those of the rows of such an x are.
 
     Args:
         x: [..., K].
@@ -280,10 +280,12 @@ def keep_rank(
         weight_is_static: the same.
     """
     of_call, values = modes(batch_invariant), (rows, weight, None, None)
-    route = _routes.get((_probe(values, None)[1], weight_is_static, *of_call))
-    if route is not None and x.data_ptr() == rows.data_ptr():
-        shape = (*x.shape[:-1], *weight.shape[:-1])
-        _keep((x, *values[1:]), (weight_is_static, *of_call), route, (shape,))
+    key = (weight_is_static, *of_call)
+    if x.data_ptr() != rows.data_ptr() or (rows.shape, weight.shape, *key) not in _repeats:
+        return
+    route = _routes.get((_probe(values, None)[1], *key))
+    if route is not None:
+        _keep((x, *values[1:]), key, route, ((*x.shape[:-1], *weight.shape[:-1]),))
 
 
 def _keep(values: Values, of_call: tuple[Any, ...], route: _Route, shapes: Any = None) -> None:
@@ -318,6 +320,7 @@ def _run(values: Values, batch_invariant: Any, weight_is_static: Any, stream: An
         return None
     key = (signature, *of_call)
     route = _routes.get(key)
+    is_repeated = is_repeated and route is not None
     if route is None:
         route = _make_route(values, batch_invariant, weight_is_static, stream)
         _routes.remember(key, route)
