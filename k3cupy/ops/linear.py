@@ -25,7 +25,8 @@ from k3cupy.runtime.warn import warn_user
 
 _probe = OURS.arguments.probe
 _OPERATIONS = {FUSED_A: fused_a_gemm.OPERATION, SKINNY: skinny_gemm.OPERATION}
-_SOURCES = tuple(operation.kernel.SOURCE for operation in _OPERATIONS.values())
+SOURCES = tuple(operation.kernel.SOURCE for operation in _OPERATIONS.values())
+"""Of what may run."""
 
 
 def try_low_latency_gemm(
@@ -208,12 +209,6 @@ _repeats = PlanCache()
 """Those of the last calls of each shape, by shapes and modes."""
 
 
-def modes(batch_invariant: bool | None) -> tuple[Any, bool]:
-    """Return what decides beside a call's tensors and promise."""
-    now = stamp(_SOURCES)  # first: it tells the compiler of us
-    return now, batch_invariance.resolved(None) if batch_invariant is None else batch_invariant
-
-
 def again(
     values: Values, of_call: tuple[Any, bool], weight_is_static: bool
 ) -> tuple[Any, _Repeated] | None:
@@ -221,7 +216,7 @@ def again(
 
     Args:
         values: x, weight, residual and None; x of any rank that ``keep_rank`` was told of.
-        of_call: its ``modes``.
+        of_call: its stamp, and whether it is batch invariant.
         weight_is_static: as for ``low_latency_linear``.
 
     Returns:
@@ -279,8 +274,8 @@ def keep_rank(
         batch_invariant: as in that call.
         weight_is_static: the same.
     """
-    of_call, values = modes(batch_invariant), (rows, weight, None, None)
-    key = (weight_is_static, *of_call)
+    values = (rows, weight, None, None)
+    key = (weight_is_static, stamp(SOURCES), batch_invariance.resolved(batch_invariant))
     if x.data_ptr() != rows.data_ptr() or (rows.shape, weight.shape, *key) not in _repeats:
         return
     route = _routes.get((_probe(values, None)[1], *key))
@@ -296,7 +291,7 @@ def _keep(values: Values, of_call: tuple[Any, ...], route: _Route, shapes: Any =
 
 
 def _run(values: Values, batch_invariant: Any, weight_is_static: Any, stream: Any) -> Any:
-    now = stamp(_SOURCES)
+    now = stamp(SOURCES)
     if type(batch_invariant) is not bool:
         batch_invariant = batch_invariance.resolved(batch_invariant)
     if type(weight_is_static) is not bool:
@@ -375,7 +370,7 @@ def _repeat_of_framework(values: Values, _: Any = None) -> Repeat | None:
     if alike is None:
         return None
     torch = pytorch()
-    is_watched, is_grad_enabled = torch._C._len_torch_dispatch_stack, torch.is_grad_enabled
+    is_grad_enabled = torch.is_grad_enabled
     grad_mode = is_grad_enabled() if any(t.requires_grad for t in given) else None
     (size, weight_size), (room, weight_room) = zip(
         *[(t.element_size(), span(t.shape, t.stride(), t.element_size())) for t in given],
@@ -389,7 +384,6 @@ def _repeat_of_framework(values: Values, _: Any = None) -> Repeat | None:
             residual is not None
             or not alike(x, weight)
             or (grad_mode is not None and is_grad_enabled() is not grad_mode)
-            or is_watched()
             or x.storage_offset() * size + room > len(x.untyped_storage())
             or weight.storage_offset() * weight_size + weight_room > len(weight.untyped_storage())
         ):

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from k3cupy.call.plans import PlanCache
+from k3cupy.call.plans import PlanCache, stamp
 from k3cupy.call.repeat import MISS
 from k3cupy.ops import linear
+from k3cupy.ops.batch_invariance import resolved
 from k3cupy.runtime import streams
 from k3cupy.runtime.errors import reject
 
@@ -74,22 +75,27 @@ def repeated(
     x: Tensor, weight: Tensor, weight_is_static: bool, batch_invariant: bool | None
 ) -> Any:
     """Compute a call of ``linear_of_any_rank`` that is like an earlier one; MISS for any other."""
-    of_call, latest = linear.modes(batch_invariant), _latest.get(weight._cdata)
+    if batch_invariant is None:
+        batch_invariant = resolved(None)
+    now = stamp(linear.SOURCES)
+    latest = _latest.get(weight._cdata)
     if latest is not None:
-        of_latest, static, (counter, run, is_ours) = latest
-        if of_call == of_latest and (
-            not is_ours or (static is weight_is_static and (not static or is_settled(weight)))
+        of_now, of_invariant, static, counter, run, is_ours = latest
+        if (
+            now == of_now
+            and batch_invariant is of_invariant
+            and (not is_ours or (static is weight_is_static and (not static or is_settled(weight))))
         ):
             out = run(x, weight, None, None)
             if out is not MISS:
                 counter.calls += 1
                 return F.linear(x, weight) if out is None else out
     static, values = weight_is_static and is_settled(weight), (x, weight, None, None)
-    done = linear.again(values, of_call, static)
+    done = linear.again(values, (now, batch_invariant), static)
     if done is None:
         return MISS
     out, found = done
-    _latest.remember(weight._cdata, (of_call, static, found))
+    _latest.remember(weight._cdata, (now, batch_invariant, static, *found))
     if out is None:
         out = F.linear(x, weight)
     if weight_is_static and not static and out.numel():
@@ -98,7 +104,8 @@ def repeated(
 
 
 _latest = PlanCache()
-"""By a weight's identity: the modes and the promise of a call with it, and what repeats that."""
+"""By a weight's identity: stamp, mode and promise of a call with it; what that counts, what repeats
+it, and whether that is a kernel of ours."""
 
 
 def is_settled(weight: Tensor) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn.modules.linear import Linear  # itself: nn.Linear is a name that others assign to
 
 from k3cupy.call.repeat import MISS
@@ -28,6 +29,9 @@ _own_forward: Any = None
 
 _own_linear = torch._C._nn.linear
 """``F.linear`` as PyTorch has it."""
+
+_function_modes = torch._C._len_torch_function_stack
+"""Counts the modes that see PyTorch's functions; a name of ours, which each call would look up."""
 
 
 class LowLatencyLinear(Linear):  # type: ignore[misc]
@@ -58,7 +62,7 @@ class LowLatencyLinear(Linear):  # type: ignore[misc]
         ):
             # FSDP gathers a weight into the same tensor, hidden from PyTorch's count of writes.
             static = "_is_fsdp_managed_module" not in self.__dict__
-            if torch.compiler.is_compiling():
+            if is_compiling():
                 if _may_be_operator(input, weight):
                     return torch.ops.k3cupy.low_latency_linear(
                         input, weight, None, static, self.batch_invariant
@@ -67,7 +71,7 @@ class LowLatencyLinear(Linear):  # type: ignore[misc]
                 if (
                     type(input) in _PLAIN
                     and type(weight) in _PLAIN
-                    and not (torch._C._len_torch_function_stack() and _functions_are_watched())
+                    and not (_function_modes() and _functions_are_watched())
                 ):
                     # A call that is like an earlier one of ours may be ours.
                     out = repeated(input, weight, static, self.batch_invariant)
