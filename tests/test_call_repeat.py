@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import k3cupy
+from k3cupy.call import plans
 from k3cupy.choose import cache
 from k3cupy.runtime import producers
 from k3cupy.torch import torch_library
@@ -104,6 +105,22 @@ def test_calls_of_one_shape_take_turns(gpu: DispatchDevice) -> None:
                 way = way_of(lambda x=x, run=run: run(x, weight))  # type: ignore[misc]
                 assert way == ("long" if turn < 2 else "short")
     assert len(gpu.records) == 4 * 2 * 3
+
+
+def test_too_many_layouts_of_one_shape_give_up(
+    gpu: DispatchDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What pushes out another is made a few times and no more: it costs more than it saves."""
+    made = []
+    make = plans.make_repeat
+    monkeypatch.setattr(plans, "make_repeat", lambda r: made.append(r) or make(r))
+    layouts = [on_gpu(normal((M, K + 8 * i), 1))[:, :K] for i in range(6)]
+    weight = product()["weight"]
+    for _ in range(30):
+        for x in layouts:
+            k3cupy.fused_a_gemm(x, weight)
+    assert len(made) == 6 * 16
+    assert len(gpu.records) == 6 * 30
 
 
 MODES: dict[str, Callable[[], Any]] = {

@@ -86,8 +86,9 @@ class PlanCache:
         self.remember(key, (repeat, *self.get(key, ())[: _REPEATS_OF_A_KEY - 1]))
 
 
-_REPEATS_OF_A_KEY = 4
-"""Calls of one shape that differ in layout, class or mode may take turns."""
+_REPEATS_OF_A_KEY, _REPEATS_OF_A_PLAN = 4, 16
+"""Calls of one shape that differ in layout, class or mode may take turns. Where more of them do,
+and push one another out, their plans soon give up."""
 
 
 class ReferencePlan:
@@ -186,6 +187,8 @@ class CudaPlan:
             ]
         )
         self._memory = memory
+        is_torchs = all(v.framework == "torch" for v in problem.views.values())
+        self._repeats_left = _REPEATS_OF_A_PLAN if is_torchs and launches and not verify else 0
         self._steps = tuple([self._step(each, pdl, stream) for each in launches])
 
     def _step(self, launched: Launch, pdl: bool, stream: Any) -> Step:
@@ -275,12 +278,15 @@ class CudaPlan:
             values: of the call, all whose tensors are PyTorch's.
             shapes: of new outputs, where they are others than the problem's.
         """
-        recipe = self._recipe(values, shapes, self._memory.beyond)
-        return None if recipe is None else make_repeat(recipe)
+        recipe = self._recipe(values, shapes, self._memory.beyond) if self._repeats_left else None
+        if recipe is None:
+            return None
+        self._repeats_left -= 1
+        return make_repeat(recipe)
 
     def prepared(self, values: Values) -> Repeat | None:
         """Return what computes calls of new tensors like these, or None as ``repeat`` does."""
-        recipe = self._recipe(values, None, "")
+        recipe = self._recipe(values, None, "") if self._repeats_left else None
         if recipe is None:
             return None
         names = [self._arguments.names[place] for place in recipe.spans]
@@ -290,10 +296,6 @@ class CudaPlan:
         self, values: Values, shapes: Sequence[tuple[int, ...]] | None, beyond: str
     ) -> Recipe | None:
         memory, problem = self._memory, self._problem
-        if self._verify is not None or not self._steps:
-            return None
-        if any(v.framework != "torch" for v in problem.views.values()):
-            return None
         each_once = {id(values[place]): values[place] for place in memory.spans}
         alike = producers.likeness(tuple(each_once.values()))
         if alike is None:
