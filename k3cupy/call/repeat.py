@@ -89,6 +89,7 @@ def make_repeat(recipe: Recipe) -> Repeat:
             others.append(f"t{i} is not None")
         elif i not in recipe.spans:  # a number
             others.append(f"type(t{i}) is not type{i}")
+    others += [f"t{i} is None" for i, make in recipe.outputs if make is None]  # sooner than alike
     given, same = _given(recipe)
     others += [f"t{i} is not t{first}" for i, first in same.items()]
     others.append(f"not alike({_names('t', given)})")
@@ -174,6 +175,7 @@ def _compiled(
         "alike": recipe.alike,
         "changed": changed,
         "count": recipe.count,
+        "len": len,
         "current_stream": recipe.current_stream,
         "forward_ad": recipe.torch.autograd.forward_ad,
         "is_grad_enabled": recipe.torch.is_grad_enabled,
@@ -222,9 +224,18 @@ def _compiled(
         lines.append(f"count(({_names('t', recipe.counted)}))")
     results = [f"t{i}" for i, _ in recipe.outputs]
     lines.append(f"return {', '.join(results)}")
-    text = "\n".join([f"def repeat({', '.join(arguments)}):", *[f"    {line}" for line in lines]])
-    exec(_code(text), scope)
-    made: Repeat = scope["repeat"]
+    # What it uses is in cells, which are read sooner than a dictionary.
+    text = "\n".join(
+        [
+            f"def make({', '.join(scope)}):",
+            f"    def repeat({', '.join(arguments)}):",
+            *[f"        {line}" for line in lines],
+            "    return repeat",
+        ]
+    )
+    module: dict[str, Any] = {}
+    exec(_code(text), module)
+    made: Repeat = module["make"](**scope)
     return made
 
 
