@@ -11,6 +11,7 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
 
 namespace {
 
@@ -64,10 +65,17 @@ void check(const at::Tensor& t, const char* name, std::int64_t rank, at::ScalarT
   TORCH_CHECK(t.stride(rank - 1) == 1, name, " must have inner stride 1");
 }
 
-// The decode epilogue of bf16 query and cache, with the comparison kernel (public_structure.cu).
+using Optional = std::optional<at::Tensor>;
+
+// The decode epilogue of bf16 query and cache, with the comparison kernel (public_structure.cu). The
+// arguments are those of the operation; what has a default is left out by the benchmark.
 void decode(const at::Tensor& ql_nope, const at::Tensor& q_pe, const at::Tensor& kv_c_normed,
             const at::Tensor& k_pe, at::Tensor kv_cache, const at::Tensor& slot_mapping,
-            at::Tensor out) {
+            at::Tensor out, bool ds_mla, const Optional& q_scale_inv,
+            const Optional& cache_scale_inv, const Optional& positions,
+            const Optional& cos_sin_cache, bool /*pdl*/, bool /*kv_inputs_ready*/) {
+  TORCH_CHECK(!ds_mla && !q_scale_inv && !cache_scale_inv && !positions && !cos_sin_cache,
+              "formats that this operator does not have");
   check(ql_nope, "ql_nope", 3, at::kBFloat16);
   check(q_pe, "q_pe", 3, at::kBFloat16);
   check(kv_c_normed, "kv_c_normed", 2, at::kBFloat16);
@@ -101,8 +109,11 @@ void decode(const at::Tensor& ql_nope, const at::Tensor& q_pe, const at::Tensor&
   queue(decode_kernel, (warps * 32 + kThreads - 1) / kThreads, out, arguments.data());
 }
 
-// The fused-A GEMM with the arguments of the public one.
-void gemm(at::Tensor output, const at::Tensor& mat_a, const at::Tensor& mat_b) {
+// The fused-A GEMM; its kernel has the arguments of the public one and computes nothing.
+void gemm(at::Tensor output, const at::Tensor& mat_a, const at::Tensor& mat_b,
+          const Optional& residual, bool /*pdl*/, bool /*weight_is_static*/,
+          bool /*batch_invariant*/) {
+  TORCH_CHECK(!residual, "a residual");
   check(output, "output", 2, at::kBFloat16);
   check(mat_a, "mat_a", 2, at::kBFloat16);
   check(mat_b, "mat_b", 2, at::kBFloat16);
@@ -126,8 +137,12 @@ TORCH_LIBRARY(k3cupy_bench, m) {
   m.def("use(int launch, int decode, int gemm) -> ()", &use);
   m.def(
       "decode(Tensor ql_nope, Tensor q_pe, Tensor kv_c_normed, Tensor k_pe, Tensor(a!) kv_cache, "
-      "Tensor slot_mapping, Tensor(b!) out) -> ()");
-  m.def("gemm(Tensor(a!) output, Tensor mat_a, Tensor mat_b) -> ()");
+      "Tensor slot_mapping, Tensor(b!) out, bool ds_mla=False, Tensor? q_scale_inv=None, "
+      "Tensor? cache_scale_inv=None, Tensor? positions=None, Tensor? cos_sin_cache=None, "
+      "bool pdl=True, bool kv_inputs_ready=False) -> ()");
+  m.def(
+      "gemm(Tensor(a!) output, Tensor mat_a, Tensor mat_b, Tensor? residual=None, bool pdl=True, "
+      "bool weight_is_static=False, bool batch_invariant=False) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(k3cupy_bench, CUDA, m) {

@@ -1,6 +1,6 @@
 """Benchmark of the host's time of a call: ours beside C++ operators, a layer beside ``nn.Linear``.
 
-The C++ extension of PyTorch is compiled here and now. Its operators take the same tensors, and
+The C++ extension of PyTorch is compiled here and now. Its operators have the same arguments, and
 launch a kernel with programmatic dependent launch; for a new output Python calls ``torch.empty``
 before. Without a compiler there is nothing to compare with, and the run says so.
 """
@@ -130,7 +130,7 @@ def _run_decode(theirs: Any) -> Iterator[Entry]:
         lambda: given.unchecked(*tensors, step.out),
     ]
     if theirs:
-        run = theirs.decode.default
+        run = theirs.decode
         wrong = step.check(lambda: run(*tensors, step.out))
         if wrong is not None:
             raise RuntimeError(f"decode, C++ operator: {wrong}, not timed")
@@ -155,7 +155,7 @@ def _run_gemm(theirs: Any) -> Iterator[Entry]:
         lambda: given.unchecked(x, weight, out),
     ]
     if theirs:
-        run = theirs.gemm.default
+        run = theirs.gemm
 
         def reordered(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
             run(out, x, weight)
