@@ -11,6 +11,7 @@ import functools
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -190,23 +191,46 @@ def make_packed_launcher(
         return memory, ctypes.byref(memory), ctypes.byref(parameters)
 
     free = [make_block()]
-    get_device = toolchain.cupy().cuda.runtime.getDevice
-    thread = threading.local()
+    told = "".join([f", v{i}" for i in range(len(places))])
+    scope = {
+        "attributes_at": attributes_at,
+        "count": count,
+        "device": device,
+        "free": free,
+        "get_device": toolchain.cupy().cuda.runtime.getDevice,
+        "handle": handle,
+        "launch_whole": launch_whole,
+        "make_block": make_block,
+        "queue": queue,
+        "thread": threading.local(),
+        "write": write,
+    }
+    module: dict[str, Any] = {}
+    exec(_launch_code(", ".join(scope), told), module)
+    launch: PackedLauncher = module["make"](**scope)
+    return launch
 
-    def launch(stream: int, *values: Any) -> None:
+
+@functools.lru_cache(maxsize=64)
+def _launch_code(scope: str, values: str) -> CodeType:
+    """Return what makes a launch of some values: to pass them on as a tuple takes longer."""
+    text = f"""
+def make({scope}):
+    def launch(stream{values}):
         if get_device() == device and hasattr(thread, "bound"):
             try:
                 ready = free.pop()
             except IndexError:  # asking first would let another thread take the last one
                 ready = make_block()
             memory, config, parameters = ready
-            write(memory, _STREAM_AT, stream, attributes_at, count, *values)
+            write(memory, {_STREAM_AT}, stream, attributes_at, count{values})
             failed = queue(config, handle, parameters, None)
             free.append(ready)
             if not failed:
                 return
         # The first launch of a thread, or one that the driver refused: cuda-core says why in words.
-        launch_whole(stream, *values)
+        launch_whole(stream{values})
         thread.bound = True
-
     return launch
+"""
+    return compile(text, "<k3cupy launch>", "exec")
