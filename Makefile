@@ -8,7 +8,7 @@
 #   TORCH_SPEC=torch==2.10.0 which PyTorch to install into .venv
 #   TORCH_INDEX=URL          one more package index for it, such as PyTorch's own CPU-only index
 #   BENCH=prefill            what `make bench` measures: decode (the default), prefill, gemm, linear,
-#                            window
+#                            window, host
 #   HUNT_REPLAYS=5000        how often `make hunt` replays each chain of kernels
 #   SOAK_MINUTES=30          how long `make soak` runs
 #   TOOLS="memcheck racecheck"   the tools of `make sanitize` (default: all four)
@@ -115,7 +115,7 @@ format: $(DEV_ENV) ## Rewrite Python and CUDA sources in the project's style
 wheel: $(DEV_ENV) ## Build the wheel and the source archive into dist/
 	$(PY) -m build --no-isolation --outdir dist
 
-bench: $(RUN_ENV) ## Measure on this machine's GPU: BENCH=decode, prefill, gemm, linear or window
+bench: $(RUN_ENV) ## Measure on this machine's GPU: BENCH=decode, prefill, gemm, linear, window or host
 	@$(PY) -m k3cupy bench $(BENCH) $(BENCH_ARGS)
 
 clean: ## Remove .venv, build output and caches

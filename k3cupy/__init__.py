@@ -20,6 +20,7 @@ __all__ = [
     "LinearReport",
     "MlaDecodeConfig",
     "MlaPrefillConfig",
+    "PreparedCall",
     "SkinnyGemmConfig",
     "ToolchainError",
     "batch_invariant_mode",
@@ -42,6 +43,7 @@ __all__ = [
     "fused_mla_qkv_quant_kv_cache_fp8_insert",
     "is_batch_invariant",
     "low_latency_linear",
+    "prepare",
     "reset_dispatch_report",
     "select_backend",
     "set_batch_invariant",
@@ -62,6 +64,7 @@ _HOMES = {
     "LinearReport": "k3cupy.torch.linear_report",
     "MlaDecodeConfig": "k3cupy.kernels.mla_decode",
     "MlaPrefillConfig": "k3cupy.kernels.mla_prefill",
+    "PreparedCall": "k3cupy.ops.prepare",
     "SkinnyGemmConfig": "k3cupy.kernels.skinny_gemm",
     "ToolchainError": "k3cupy.runtime.errors",
     "batch_invariant_mode": "k3cupy.ops.batch_invariance",
@@ -84,6 +87,7 @@ _HOMES = {
     "fused_mla_qkv_quant_kv_cache_fp8_insert": "k3cupy.ops.mla_prefill",
     "is_batch_invariant": "k3cupy.ops.batch_invariance",
     "low_latency_linear": "k3cupy.ops.linear",
+    "prepare": "k3cupy.ops.prepare",
     "reset_dispatch_report": "k3cupy.ops.dispatch_report",
     "select_backend": "k3cupy.ops.linear",
     "set_batch_invariant": "k3cupy.ops.batch_invariance",
@@ -124,6 +128,7 @@ if TYPE_CHECKING:
         fused_mla_kv_concat_quant_fp8,
         fused_mla_qkv_quant_kv_cache_fp8_insert,
     )
+    from k3cupy.ops.prepare import PreparedCall, prepare
     from k3cupy.ops.skinny_gemm import explain_skinny_gemm, skinny_gemm
     from k3cupy.ops.warmup import warmup
     from k3cupy.runtime.config import config_info, show_config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import tempfile
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from hypothesis import settings
 from torch_linear_helpers import Calls
 
 import k3cupy
+from k3cupy.call.plans import PlanCache
 from k3cupy.ops import linear
 
 # The same examples every time; `make fuzz` looks for new ones, and for many more.
@@ -130,5 +132,23 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         seen.append({"x": x, "weight": weight, **options})
         return run(x, weight, residual, **options)
 
-    monkeypatch.setattr(linear, "low_latency_linear", spy)
+    again = linear.again
+
+    def spy_on_repeats(values: Any, of_call: Any, weight_is_static: bool) -> Any:
+        done = again(values, of_call, weight_is_static)
+        if done is not None:
+            modes = {"batch_invariant": of_call[1], "weight_is_static": weight_is_static}
+            seen.append({"x": values[0], "weight": values[1], **modes})
+        return done
+
+    def spy_on_calls(*args: Any, **kwargs: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(linear, "again", again)
+            return spy(*args, **kwargs)
+
+    monkeypatch.setattr(linear, "low_latency_linear", spy_on_calls)
+    monkeypatch.setattr(linear, "again", spy_on_repeats)
+    monkeypatch.setattr(linear, "_repeats", PlanCache())  # of no other test
+    latest = importlib.import_module("k3cupy.torch.torch_library")._latest
+    monkeypatch.setattr(latest, "get", lambda _: None)
     return seen

@@ -95,6 +95,7 @@ class DispatchDevice(FakeDevice):
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(monkeypatch)
         monkeypatch.setattr(linear, "_routes", PlanCache())
+        monkeypatch.setattr(linear, "_repeats", PlanCache())
 
 
 def only_row() -> ReportRow:

@@ -9,14 +9,17 @@ GPU 0.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
-from k3cupy.runtime import devices, instances, launch, producers, streams, tensor_maps
+from k3cupy.runtime import devices, instances, launch, producers, streams, tensor_maps, toolchain
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.instances import Instance, LoadedKernel
 from k3cupy.runtime.tensor_maps import Box
@@ -32,6 +35,67 @@ GPUS = (H200, H100, A100, RTX_4090, B200, GB300, RTX_5090)
 """Each at its ordinal, so that the plans of one are not taken for another's."""
 
 STREAM = 77
+
+
+HANDLE = 0x5EED
+"""Of every kernel."""
+
+DRIVER_LAUNCH = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
+)
+_MAKE_PACKED_LAUNCHER = launch.make_packed_launcher
+_CTYPES: dict[type, Any] = {
+    np.uint32: ctypes.c_uint32,
+    np.int64: ctypes.c_int64,
+    np.float32: ctypes.c_float,
+    int: ctypes.c_int64,
+}
+
+
+class Attribute(ctypes.Structure):
+    """``CUlaunchAttribute`` of cuda.h, written again for the tests."""
+
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_uint * 16)]
+
+
+class Config(ctypes.Structure):
+    """``CUlaunchConfig`` of cuda.h, written again for the tests."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(Attribute)),
+        ("count", ctypes.c_uint),
+    ]
+
+
+def grid_of(
+    *, grid: int, block: int, pdl: bool, shared_bytes: int = 0, cluster: int = 1
+) -> tuple[Any, ...]:
+    """What the driver must find: grid, block, shared memory, and the attributes."""
+    attributes = {6: (1,)} if pdl else {}
+    if cluster > 1:
+        attributes[4] = (cluster, 1, 1)
+    return (grid * cluster, 1, 1, block, 1, 1, shared_bytes), attributes
+
+
+def read_config(address: int, expected: tuple[Any, ...]) -> int:
+    """Check a launch's configuration, and return its stream."""
+    found = Config.from_address(address)
+    numbers, attributes = expected
+    assert tuple(getattr(found, name) for name, _ in Config._fields_[:7]) == numbers
+    read = {found.attributes[i].id: found.attributes[i].value for i in range(found.count)}
+    assert {i: tuple(value[: len(attributes[i])]) for i, value in read.items()} == attributes
+    return found.stream or 0
+
+
+def read_arguments(address: int, like: Sequence[Any]) -> list[Any]:
+    """Read a kernel's arguments as its parameters' types say."""
+    pointers = (ctypes.c_void_p * len(like)).from_address(address)
+    return [
+        type(argument)(_CTYPES[type(argument)].from_address(pointers[i]).value)
+        for i, argument in enumerate(like)
+    ]
 
 
 class CudaTensor(torch.Tensor):
@@ -138,11 +202,14 @@ class FakeDevice:
         monkeypatch.setattr(instances, "is_loaded", lambda instance, _: instance in self.loads)
         monkeypatch.setattr(instances, "load", self._load)
         monkeypatch.setattr(launch, "make_launcher", self._make_launcher)
+        monkeypatch.setattr(launch, "make_packed_launcher", self._make_packed_launcher)
+        monkeypatch.setattr(producers, "likeness", _likeness(producers.likeness))
         monkeypatch.setattr(
             tensor_maps, "mapper", lambda box, _: lambda address: TensorMap(box, address)
         )
         monkeypatch.setattr(torch.cuda, "stream", self._on_stream)
         monkeypatch.setattr(torch, "empty", self._allocator(torch.empty))
+        monkeypatch.setattr(torch, "empty_like", self._like(torch.empty_like))
 
     @property
     def loaded(self) -> list[str]:
@@ -196,6 +263,30 @@ class FakeDevice:
 
         return run
 
+    def _make_packed_launcher(
+        self, device: int, kernel: Any, arguments: list[Any], places: list[int], **config: Any
+    ) -> launch.PackedLauncher:
+        """The real one, with a driver that reads what it is given as the kernel would."""
+        run = self._make_launcher(device, kernel, **config)
+        settings = grid_of(**config)
+
+        def queue(config_at: int, handle: int, parameters_at: int, extra: Any) -> int:
+            stream = read_config(config_at, settings)
+            assert handle == HANDLE
+            assert extra is None
+            run(stream, read_arguments(parameters_at, arguments))
+            return 0
+
+        runtime = SimpleNamespace(getDevice=lambda: device)
+        cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(toolchain, "cupy", lambda: cupy)
+            patch.setattr(launch, "make_launcher", lambda *_, **__: run)
+            patch.setattr(launch, "driver_launch", lambda: DRIVER_LAUNCH(queue))
+            return _MAKE_PACKED_LAUNCHER(
+                device, SimpleNamespace(handle=HANDLE), arguments, places, **config
+            )
+
     @contextlib.contextmanager
     def _on_stream(self, stream: int) -> Iterator[None]:
         before, self._current_stream = self._current_stream, stream
@@ -212,6 +303,25 @@ class FakeDevice:
             return CudaTensor.of(empty(*shape, **kwargs), place.index, self._current_stream)
 
         return allocate
+
+    def _like(self, empty_like: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def allocate(model: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            made = empty_like(model, **kwargs)
+            if type(model) is not CudaTensor:
+                return made
+            return CudaTensor.of(made, model.ordinal, self._current_stream)
+
+        return allocate
+
+
+def _likeness(of: Callable[..., Any]) -> Callable[..., Any]:
+    """A tensor's GPU too, which is here in the fake tensor alone."""
+
+    def likeness(given: tuple[Any, ...]) -> Any:
+        check, gpus = of(given), [t.get_device() for t in given]
+        return check and (lambda *ts: check(*ts) and [t.get_device() for t in ts] == gpus)
+
+    return likeness
 
 
 class _Watched:

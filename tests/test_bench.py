@@ -6,7 +6,7 @@ import functools
 import importlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from cuda_signatures import signatures
 
 from k3cupy import projections
-from k3cupy.bench import forms, report
+from k3cupy.bench import forms, host, report
 from k3cupy.choose.gemm import TOKEN_CLASSES
 from k3cupy.choose.mla import choose
 from k3cupy.choose.table import (
@@ -33,8 +33,9 @@ from k3cupy.choose.table import (
 from k3cupy.cli import main
 from k3cupy.kernels import mla_decode, mla_prefill
 from k3cupy.kernels.mla_prefill import INSERTS, OPS, MlaPrefillConfig
-from k3cupy.runtime import sources
+from k3cupy.runtime import launch, sources
 from k3cupy.runtime.devices import DeviceInfo
+from k3cupy.timing import environment
 from k3cupy.timing.decode_step import DecodeStep
 from k3cupy.timing.prefill_step import PrefillStep, bytes_moved, launches_of, sets_of
 from k3cupy.tuning.targets import TOKENS
@@ -270,7 +271,7 @@ def test_the_committed_results_can_be_shown(path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch finds a GPU")
-@pytest.mark.parametrize("which", ["decode", "prefill", "gemm", "linear", "window"])
+@pytest.mark.parametrize("which", ["decode", "prefill", "gemm", "linear", "window", "host"])
 def test_bench_without_a_gpu_is_one_clear_line(which: str) -> None:
     done = CliRunner().invoke(main, ["bench", which])
     assert done.exit_code == 1
@@ -357,6 +358,64 @@ def test_bench_measures_what_is_asked_for(
     assert found == {**measured_there, "commit": f"abc of {len(wanted)}"}
     assert done.output.endswith(f"wrote {path}\n")
     assert len(done.output.splitlines()) > 5, "the table"
+
+
+HOST = [
+    host.Entry("decode", "new output", "C++ operator", 12.0, 9.0),
+    host.Entry("layer", "3-D", "nn.Linear", 17.0, 17.5),
+]
+
+
+@pytest.mark.parametrize("why_not", ["", "there is no C++ compiler (g++)"])
+def test_bench_host(why_not: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a compiler and without, which it says; the rest is there all the same."""
+    entries = [replace(e, beside_us=None) if why_not and e.kind != "layer" else e for e in HOST]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(environment, "describe", lambda *_: document()["environment"])
+    monkeypatch.setattr(host, "run", lambda: (entries, why_not))
+    path = tmp_path / "host.json"
+    done = CliRunner().invoke(main, ["bench", "host", "--json", str(path)])
+    assert done.exit_code == 0, done.output
+    found = json.loads(path.read_text("utf-8"))
+    rows = [forms.form_of(found).cells(entry) for entry in found["entries"]]
+    ours = ["-", "-", "-"] if why_not else ["12.00", "0.75", "-3.00"]
+    assert rows[0] == ["decode", "new output", "9.00", "C++ operator", *ours]
+    assert rows[1] == ["layer", "3-D", "17.50", "nn.Linear", "17.00", "1.03", "+0.50"]
+    assert (why_not in report.markdown(found)) and (why_not in done.output)
+
+
+def test_bench_host_says_why_there_is_nothing_to_compare_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch.utils import cpp_extension
+
+    monkeypatch.setattr(launch, "driver_launch", lambda: None)
+    assert host.operators() == (None, "the driver's launch was not found by its name")
+    monkeypatch.setattr(launch, "driver_launch", lambda: print)
+    monkeypatch.setattr(cpp_extension, "get_cxx_compiler", lambda: "no-such-compiler")
+    assert host.operators() == (None, "there is no C++ compiler (no-such-compiler)")
+    monkeypatch.setattr(cpp_extension, "get_cxx_compiler", lambda: "python")
+
+    def load(**options: Any) -> None:
+        (source,) = options["sources"]
+        assert Path(source).is_file()
+        raise RuntimeError("Ninja is required\nto load C++ extensions")
+
+    monkeypatch.setattr(cpp_extension, "load", load)
+    assert host.operators() == (None, "they could not be built: Ninja is required")
+
+
+@pytest.mark.gpu
+def test_a_small_host_run_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The C++ operators are built where there is a compiler, and give the bits of ours."""
+    monkeypatch.setattr(host, "_CALLS", 5)
+    monkeypatch.setattr(host, "_BATCHES", 1)
+    entries, why_not = host.run()
+    assert {entry.kind for entry in entries} == {
+        *("decode", "fused_a_gemm", "low_latency_linear", "layer")
+    }
+    assert all(e.beside_us for e in entries if not why_not or e.kind in ("layer", "linear"))
 
 
 @pytest.mark.parametrize(

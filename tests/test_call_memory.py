@@ -23,9 +23,9 @@ from gemm_helpers import normal
 from helpers import BF16, Producer, got_in
 from mla_helpers import FORMS, Form, poisoned_outs
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch_linear_helpers import Calls
 
 import k3cupy
-from k3cupy.ops import linear
 from k3cupy.runtime import dlpack, producers
 
 M, N, K = 8, 96, 128
@@ -540,16 +540,8 @@ def test_case32_autograd_sees_a_query_that_is_turned_in_place() -> None:
         kept.backward()
 
 
-def test_case32_a_product_into_a_weight_ends_its_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_case32_a_product_into_a_weight_ends_its_promise(calls: Calls) -> None:
     """LoRA merged in place by ours: the layer may not fetch the weight early right after that."""
-    promised = []
-    run = linear.low_latency_linear
-
-    def noted(*args: Any, weight_is_static: bool, **kwargs: Any) -> Any:
-        promised.append(weight_is_static)
-        return run(*args, weight_is_static=weight_is_static, **kwargs)
-
-    monkeypatch.setattr(linear, "low_latency_linear", noted)
     layer = torch.nn.Linear(64, 48, bias=False, dtype=BF16)
     k3cupy.enable_low_latency_gemm(layer)
     x, b, a = normal((4, 64), 1), normal((48, 16), 2), normal((64, 16), 3)
@@ -558,7 +550,7 @@ def test_case32_a_product_into_a_weight_ends_its_promise(monkeypatch: pytest.Mon
             layer(x)
             layer(x)
             k3cupy.fused_a_gemm(b, a, layer.weight, out=layer.weight)
-    assert promised == [False, True, False, True]
+    assert calls.promises == [False, True, False, True]
 
 
 # What is kept of a class

@@ -18,7 +18,7 @@ import torch
 from click.testing import CliRunner
 
 import k3cupy
-from k3cupy.ops import linear
+from k3cupy.torch import torch_linear
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 OPERATION = "fused_mla_decode_q_concat_kv_cache_insert"
@@ -311,15 +311,16 @@ def test_model_demo_fails_when_a_layer_is_wrong(
     load: Callable[[str], ModuleType],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = linear.low_latency_linear
+    layer = torch_linear.LowLatencyLinear
+    run = layer.forward
 
-    def faulty(x: torch.Tensor, weight: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        out = run(x, weight, *rest, **options)
-        if tuple(weight.shape) == shape:
+    def faulty(self: Any, input: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = run(self, input)
+        if tuple(self.weight.shape) == shape:
             fault(out)
         return out
 
-    monkeypatch.setattr(linear, "low_latency_linear", faulty)
+    monkeypatch.setattr(layer, "forward", faulty)
     fails(load(MODEL))
 
 

@@ -84,6 +84,8 @@ def test_the_kernels_of_the_benchmark_compile() -> None:
     streams = compile_cubin("bench/stream.cu", names, "sm_90")
     assert len(streams.symbols) == len(names)
     assert compile_cubin("bench/row_copy.cu", ["k3cupy::copy_rows"], "sm_90").symbols
+    names = ["k3cupy::public_gemm_arguments"]
+    assert compile_cubin("bench/host_arguments.cu", names, "sm_90").symbols
     between = ["rms_norms<1536, 512>", "rms_norms<7168, 0>", "gate_heads<128>", "situ_and_multiply"]
     names = [f"k3cupy::{name}" for name in between]
     assert len(compile_cubin("bench/between_products.cu", names, "sm_90").symbols) == 4

@@ -257,6 +257,22 @@ def _window_kernels(entry: Entry, _: Entry) -> str:
     return ", ".join(f"{name.split()[0]}: {ran}" for name, ran in entry["ran"]["ours"].items())
 
 
+# --- The host's time of a call -------------------------------------------------------------------
+
+
+def host_summary(entry: Entry) -> dict[str, Any]:
+    """Return the figures of an entry that decide; a prepared call has the bar of 0.5."""
+    ours, beside = entry["ours_us"], entry["beside_us"]
+    return {
+        "ratio": None if beside is None else ours / beside,
+        "difference_us": None if beside is None else ours - beside,
+    }
+
+
+def _maybe(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
 FORMS = {
     "decode": Form(
         title="MLA decode epilogue, microseconds",
@@ -363,6 +379,20 @@ FORMS = {
             _derived("x plan", "over_plan", ".3f"),
             _derived("x floor", "over_floor"),
             Column("what ran", _window_kernels),
+        ),
+    ),
+    "host": Form(
+        title="The host's time of a call, microseconds",
+        marker="host-results",
+        summary=host_summary,
+        columns=(
+            Column("call", lambda e, _: e["kind"], is_words=True),
+            Column("form", lambda e, _: str(e["form"]), is_words=True),
+            _measured("ours_us", name="ours"),
+            Column("beside", lambda e, _: str(e["beside"]), is_words=True),
+            Column("its time", lambda e, _: _maybe(e["beside_us"], ".2f")),
+            Column("ratio", lambda _, s: _maybe(s["ratio"], ".2f")),
+            Column("difference", lambda _, s: _maybe(s["difference_us"], "+.2f")),
         ),
     ),
 }

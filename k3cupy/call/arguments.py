@@ -62,6 +62,7 @@ class Arguments:
         }
 
 
+@functools.lru_cache(maxsize=256)  # one comes again and again, and errstate is slow
 def scale_number(name: str, value: Any) -> float:
     """Return a scale given as a number.
 
@@ -129,6 +130,11 @@ class Memory:
     Attributes:
         check: (values, addresses) -> None, or an error that names the argument; None where there is
             nothing to check.
+        beyond: the test for a storage that ends before its tensor, of tensors ``t0`` and their
+            spans ``s0``; empty where none can.
+        shared: the test for outputs that are not apart, of addresses ``a0`` and ends ``e0``.
+        spans: bytes from the first to the last element, by place.
+        written: places of PyTorch's tensors that are written.
         counted: (values) -> those of PyTorch's that are written; None where there are none.
         count: (what is counted) -> None, as PyTorch's own operations do.
     """
@@ -139,12 +145,13 @@ class Memory:
         self._arguments = arguments
         self._names = tuple([name for name in written if name in views])
         counted: list[Any] = [places[n] for n in self._names if views[n].framework == "torch"]
+        self.written = tuple(counted)
         if len(counted) == 1:  # of a slice a tuple is made as well
             counted = [slice(counted[0], counted[0] + 1)]
         self.counted: Any = operator.itemgetter(*counted) if counted else None
         self.count = producers.write_counter() if counted else None
         self._in_place: set[tuple[int, int]] = set()
-        spans = {places[name]: v.span for name, v in views.items()}
+        self.spans = spans = {places[name]: v.span for name, v in views.items()}
         beyond = [_beyond(places[n], v.itemsize) for n, v in views.items() if v.room is not None]
         for target, name in itertools.product(self._names, problem.in_place):
             if name in views and _are_laid_out_alike(views[target], views[name]):
@@ -155,12 +162,13 @@ class Memory:
             for other in others:
                 may_be_it = _ELSEWHERE if (place, other) in self._in_place else ""
                 shared.append(f"({_SHARED.format(place, other)}{may_be_it.format(place, other)})")
+        self.beyond, self.shared = " or ".join(beyond), " or ".join(shared)
         self.check: Any = None
         if tests := beyond + shared:
             make = _check_maker(" or ".join(tests), len(places), tuple(spans), bool(shared))
-            self.check = make(*spans.values(), self._refuse)
+            self.check = make(*spans.values(), self.refuse)
 
-    def _refuse(self, values: Values, addresses: list[int]) -> None:
+    def refuse(self, values: Values, addresses: list[int]) -> None:
         """Look again, byte by byte: spans may interleave and share none."""
         views = self._arguments.views(values)
         for name, v in views.items():

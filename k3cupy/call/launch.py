@@ -12,13 +12,14 @@ from k3cupy.runtime.instances import Instance
 
 MAKERS: Mapping[str, Callable[[int], Any]] = {
     "pointer": int,
-    "map": int,
+    "map": lambda _: None,
     "u32": np.uint32,
     "i64": int,
     "wide i64": np.int64,
     "f32": np.float32,
 }
-"""By type, what makes an argument of a number; cuda-core takes Python's integers as 64 bits."""
+"""By type, what makes an argument of a number; cuda-core takes Python's integers as 64 bits. A map
+is none before there is an address."""
 
 
 class Parameters:

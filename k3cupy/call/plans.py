@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +16,9 @@ import numpy as np
 from k3cupy.call import outputs
 from k3cupy.call.arguments import Arguments, Memory, Problem, Values, scale_number
 from k3cupy.call.launch import MAKERS, Launch
+from k3cupy.call.repeat import Recipe, Repeat, Step, make_prepared, make_repeat
 from k3cupy.runtime import env, instances, launch, producers, sources, streams, tensors, tracing
-from k3cupy.runtime.errors import CaptureError
+from k3cupy.runtime.errors import CaptureError, reject
 from k3cupy.runtime.tensors import TensorView
 
 Verify = Callable[[Any, Mapping[str, TensorView], int | None], None]
@@ -75,6 +77,19 @@ class PlanCache:
                 self._plans.clear()
             self._plans[key] = plan
 
+    def __contains__(self, key: Any) -> bool:
+        """Return whether something is kept by a key."""
+        return key in self._plans
+
+    def put_first(self, key: Any, repeat: Any) -> None:
+        """Keep what repeats a call in front of the last few of its key."""
+        self.remember(key, (repeat, *self.get(key, ())[: _REPEATS_OF_A_KEY - 1]))
+
+
+_REPEATS_OF_A_KEY, _REPEATS_OF_A_PLAN = 4, 16
+"""Calls of one shape that differ in layout, class or mode may take turns. Where more of them do,
+and push one another out, their plans soon give up."""
+
 
 class ReferencePlan:
     """A call on CPU tensors; ``verify``, where given, looks at its values first."""
@@ -110,6 +125,11 @@ class ReferencePlan:
                 every[place] = outputs.finish(framework, every[place], output.dtype)
         outs = [every[place] for place in self._outputs]
         return outs[0] if len(outs) == 1 else tuple(outs)
+
+    def repeat(self, values: Values) -> None:
+        """Return what repeats a call: nothing here, the host computes it."""
+
+    prepared = repeat
 
     def _arrays(self, views: Mapping[str, TensorView]) -> dict[str, Any]:
         """Return the tensors as NumPy arrays, e4m3 as its codes; a scale tensor as its number."""
@@ -166,9 +186,12 @@ class CudaPlan:
                 for output in problem.outputs
             ]
         )
-        self._launches = tuple([self._prepared(each, pdl, stream) for each in launches])
+        self._memory = memory
+        is_torchs = all(v.framework == "torch" for v in problem.views.values())
+        self._repeats_left = _REPEATS_OF_A_PLAN if is_torchs and launches and not verify else 0
+        self._steps = tuple([self._step(each, pdl, stream) for each in launches])
 
-    def _prepared(self, launched: Launch, pdl: bool, stream: Any) -> _Prepared:
+    def _step(self, launched: Launch, pdl: bool, stream: Any) -> Step:
         loaded = self._load(launched.instance, stream)
         if launched.shared_bytes:
             loaded.allow_shared_memory(launched.shared_bytes)
@@ -178,26 +201,28 @@ class CudaPlan:
         if unknown:
             raise KeyError(f"{launched.instance} has no parameters {', '.join(sorted(unknown))}")
         stride = "wide i64" if launched.strides_are_64_bit else "u32"
-        template = [
-            MAKERS[stride if kind == "stride" else kind](launched.values.get(name, 0))
-            for name, kind in parameters.types.items()
-        ]
-        made: list[Any] = [(p, partial(add, n)) for p, (_, n) in launched.addresses.items() if n]
-        return (
-            template,
-            tuple([(at[p], places[a]) for p, (a, _) in launched.addresses.items()]),
-            tuple([(at[p], places[a], a) for p, a in launched.numbers.items()]),
-            tuple([(at[p], make) for p, make in [*made, *launched.maps.items()]]),
-            launch.make_launcher(
-                self._device,
-                loaded.kernel,
-                grid=launched.grid,
-                block=launched.block,
-                pdl=pdl,
-                shared_bytes=launched.shared_bytes,
-                cluster=launched.cluster,
-            ),
+        queue = launch.make_packed_launcher(
+            self._device,
+            loaded.kernel,
+            [
+                MAKERS[stride if kind == "stride" else kind](launched.values.get(name, 0))
+                for name, kind in parameters.types.items()
+            ],
+            [at[parameter] for parameter in (*launched.addresses, *launched.numbers)],
+            grid=launched.grid,
+            block=launched.block,
+            pdl=pdl,
+            shared_bytes=launched.shared_bytes,
+            cluster=launched.cluster,
         )
+        pointers = tuple(
+            [
+                (places[argument], _from_address(offset, launched.maps.get(parameter)))
+                for parameter, (argument, offset) in launched.addresses.items()
+            ]
+        )
+        numbers = tuple([(places[name], name, _fp32) for name in launched.numbers.values()])
+        return Step(pointers, numbers, queue)
 
     def _load(self, instance: instances.Instance, stream: Any) -> instances.LoadedKernel:
         if not instances.is_loaded(instance, self._device):
@@ -218,7 +243,7 @@ class CudaPlan:
         handle = self._current_stream() if stream is None else streams.handle_of(stream)
         if self._verify is not None:
             self._verify(self._problem, self._arguments.views(values), handle)
-        if not self._launches:
+        if not self._steps:
             self._arguments.numbers(values)
         outs = []
         in_order = stream is None and self._allocates_in_order
@@ -231,20 +256,13 @@ class CudaPlan:
                     at = self._address_of(out)
                 except RuntimeError:  # inside a transform of torch.func it is a wrapper
                     at = 0
-                if not at and self._launches:
+                if not at and self._steps:
                     name = self._arguments.names[index]
                     tensors.check_memory(name, producers.view(out, name))
                 addresses[index] = at
             outs.append(out)
-        for template, pointers, numbers, maps, queue in self._launches:
-            arguments = template.copy()
-            for place, index in pointers:
-                arguments[place] = addresses[index]
-            for place, index, name in numbers:
-                arguments[place] = np.float32(scale_number(name, values[index]))
-            for place, map_at in maps:
-                arguments[place] = map_at(arguments[place])
-            queue(handle, arguments)
+        for step in self._steps:
+            step.launch(handle, values, addresses)
         if self._count is not None:
             self._count(self._counted(values))
         if stream is not None:
@@ -252,6 +270,77 @@ class CudaPlan:
         if self._framework == "jax":
             outs = self._handed_over(outs, handle)
         return outs[0] if len(outs) == 1 else tuple(outs)
+
+    def repeat(self, values: Values, shapes: Sequence[tuple[int, ...]] | None = None) -> Any:
+        """Return what computes further calls like one, or None where those go the long way.
+
+        Args:
+            values: of the call, all whose tensors are PyTorch's.
+            shapes: of new outputs, where they are others than the problem's.
+        """
+        recipe = self._recipe(values, shapes, self._memory.beyond) if self._repeats_left else None
+        if recipe is None:
+            return None
+        self._repeats_left -= 1
+        return make_repeat(recipe)
+
+    def prepared(self, values: Values) -> Repeat | None:
+        """Return what computes calls of new tensors like these, or None as ``repeat`` does."""
+        recipe = self._recipe(values, None, "") if self._repeats_left else None
+        if recipe is None:
+            return None
+        names = [self._arguments.names[place] for place in recipe.spans]
+        return make_prepared(recipe, names, self._refuse_changed)
+
+    def _recipe(
+        self, values: Values, shapes: Sequence[tuple[int, ...]] | None, beyond: str
+    ) -> Recipe | None:
+        memory, problem = self._memory, self._problem
+        each_once = {id(values[place]): values[place] for place in memory.spans}
+        alike = producers.likeness(tuple(each_once.values()))
+        if alike is None:
+            return None
+        made = [output for output in problem.outputs if output.argument not in problem.views]
+        wanted = shapes or [output.shape for output in made]
+        makers = {
+            self._arguments.places[output.argument]: outputs.repeater(
+                shape, output.dtype, self._device
+            )
+            for output, shape in zip(made, wanted, strict=True)
+        }
+        tests = [test for test in (beyond, memory.shared) if test]
+        torch, follows = tensors.pytorch(), any(t.requires_grad for t in each_once.values())
+        return Recipe(
+            values=values,
+            addresses=[t.data_ptr() if i in memory.spans else 0 for i, t in enumerate(values)],
+            alike=alike,
+            suspicious=" or ".join(tests),
+            spans=memory.spans,
+            refuse=memory.refuse,
+            outputs=[(place, makers.get(place)) for place, _, _ in self._outputs],
+            counted=memory.written,
+            count=memory.count,
+            current_stream=self._current_stream,
+            steps=self._steps,
+            grad_mode=torch.is_grad_enabled() if follows else None,
+            torch=torch,
+        )
+
+    def _refuse_changed(self, values: Values) -> None:
+        """Say what of tensors is not like those of the problem."""
+        views = self._arguments.views(values)
+        for name, was in self._problem.views.items():
+            expected = f"{tensors.layout(was)}, as prepared"
+            if name not in views:
+                reject(name, expected, "None", error=TypeError)
+            now = views[name]
+            tensors.check_memory(name, now)
+            if tensors.layout(was) != tensors.layout(now):
+                reject(name, expected, tensors.layout(now))
+        addresses = [getattr(views.get(name), "address", 0) for name in self._arguments.names]
+        self._memory.refuse(values, addresses)
+        hint = "Class, grad mode, inference mode, autocast, and which are one tensor, count too"
+        reject("tensors", "such as were prepared", "others", hint)
 
     def _allocate_for(self, allocate: outputs.Allocator, handle: int) -> Any:
         with outputs.allocated_for(self._framework, self._device, handle):
@@ -271,16 +360,17 @@ class CudaPlan:
             ]
 
 
-_Prepared = tuple[
-    list[Any],
-    tuple[tuple[int, int], ...],
-    tuple[tuple[int, int, str], ...],
-    tuple[tuple[int, Callable[[int], Any]], ...],
-    launch.Launcher,
-]
-"""A launch as ``run`` needs it: arguments with pointers still 0; (place, argument) of the pointers;
-(place, argument, its name) of the numbers; (place, what makes it of the pointer) of the pointers at
-an offset and the tensor maps; and what queues it. A tuple: attributes cost more on every call."""
+def _from_address(offset: int, make: Callable[[int], Any] | None) -> Callable[[int], Any] | None:
+    """Return what makes a kernel's argument of an address; None for the address itself."""
+    if make is None:
+        return partial(add, offset) if offset else None
+    return (lambda address: make(address + offset)) if offset else make
+
+
+@functools.lru_cache(maxsize=256)
+def _fp32(name: str, value: Any) -> Any:
+    return np.float32(scale_number(name, value))
+
 
 Plan = ReferencePlan | CudaPlan
 """What repeats a call for other tensors of the same layout."""

@@ -251,6 +251,22 @@ def window_command(
         click.echo(f"wrote {plot}")
 
 
+@bench.command("host")
+@_result_options
+def host_command(path: Path | None, commit: str | None) -> None:
+    """The host's time of a call, beside C++ operators that are compiled here.
+
+    Decode epilogue, fused-A GEMM and low-latency linear, with a new output, a given one, and
+    prepared; and a layer beside nn.Linear, with x of two and three dimensions, few rows and many,
+    in grad mode and outside.
+    """
+    _need_gpu()
+    from k3cupy.bench import host
+
+    entries, why_not = host.run()
+    _show(host.as_document(entries, commit, why_not), path)
+
+
 @bench.command("apply")
 @click.argument("results", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
 @click.option("--tables", type=click.Path(path_type=Path), help="Write shipped tables there.")

@@ -185,7 +185,7 @@ def explain_fused_a_gemm(*args: Any, **kwargs: Any) -> Choice:
         >>> print(k3cupy.explain_fused_a_gemm(x, weight))
         fused_a on the CPU: the tensors are on the CPU
     """
-    return OPERATION.explain(args, kwargs, _check)
+    return OPERATION.explain(args, kwargs)
 
 
 def _check(given: Given) -> None:
@@ -248,6 +248,7 @@ def _operation(function: Callable[..., Any], signature: Signature) -> Operation:
         accept=accept,
         choose=_choose,
         reference=_compute,
+        check=_check,
         launches=_launches,
     )
 

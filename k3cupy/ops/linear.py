@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from k3cupy.accept import checks, gemm
 from k3cupy.accept.gemm import LINEAR, OURS, GemmProblem
 from k3cupy.call.arguments import Values
 from k3cupy.call.choice import LINEAR as FRAMEWORK
 from k3cupy.call.choice import Choice
-from k3cupy.call.plans import PlanCache, stamp
+from k3cupy.call.plans import Plan, PlanCache, stamp
+from k3cupy.call.repeat import MISS, Repeat, filled
 from k3cupy.choose.gemm import ALL, FUSED_A, NOT_INVARIANT, SKINNY, choose
 from k3cupy.kernels.fused_a_gemm import why_not_mapped
 from k3cupy.ops import batch_invariance, framework_linear, fused_a_gemm, skinny_gemm
@@ -18,12 +20,13 @@ from k3cupy.ops.dispatch_report import Counter, counter_of, counters
 from k3cupy.runtime import devices, producers, sources
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import CaptureError, ToolchainError, reject, shown
-from k3cupy.runtime.tensors import is_integer
+from k3cupy.runtime.tensors import ALIGNMENT, is_integer, pytorch, span
 from k3cupy.runtime.warn import warn_user
 
 _probe = OURS.arguments.probe
 _OPERATIONS = {FUSED_A: fused_a_gemm.OPERATION, SKINNY: skinny_gemm.OPERATION}
-_SOURCES = tuple(operation.kernel.SOURCE for operation in _OPERATIONS.values())
+SOURCES = tuple(operation.kernel.SOURCE for operation in _OPERATIONS.values())
+"""Of what may run."""
 
 
 def try_low_latency_gemm(
@@ -195,19 +198,133 @@ def select_backend(
 
 # --- A call --------------------------------------------------------------------------------------
 
+
+class _Route(NamedTuple):
+    """What calls of one signature come to.
+
+    Attributes:
+        counter: of what runs.
+        run: (values, addresses, stream) -> the output; None where the framework's linear is to run.
+        repeat: (values, shapes of new outputs) -> what computes further calls like one, or None.
+        plan: of a kernel of ours; None where the framework's linear runs.
+    """
+
+    counter: Counter
+    run: Callable[..., Any]
+    repeat: Callable[..., Any]
+    plan: Plan | None
+
+
 _routes = PlanCache()
+
+_Repeated = tuple[Counter, Repeat, bool]
+"""What a repeated call counts, what repeats it, and whether that is a kernel of ours."""
+
+_repeats = PlanCache()
+"""Those of the last calls of each shape, by shapes and modes."""
+
+
+def again(
+    values: Values, of_call: tuple[Any, bool], weight_is_static: bool
+) -> tuple[Any, _Repeated] | None:
+    """Compute a call that is like an earlier one.
+
+    Args:
+        values: x, weight, residual and None; x of any rank that ``keep_rank`` was told of.
+        of_call: its stamp, and whether it is batch invariant.
+        weight_is_static: as for ``low_latency_linear``.
+
+    Returns:
+        The output, or None where the framework's linear is to run, and what gave it; None for any
+        other call.
+    """
+    try:
+        known = _repeats.get((values[0].shape, values[1].shape, weight_is_static, *of_call), ())
+    except Exception:  # of no shape, or of one that has no hash
+        return None
+    for found in known:
+        result = found[1](*values)
+        if result is not MISS:
+            found[0].calls += 1
+            return result, found
+    return None
+
+
+def prepared(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Repeat, tuple[str, ...], Choice]:
+    """Do for the two functions of this module what ``Operation.prepared`` does for others."""
+    found = inspect.signature(function).bind(*args, **kwargs)
+    found.apply_defaults()
+    x, weight, residual, *_ = found.arguments.values()
+    given, values = found.arguments, (x, weight, residual, None)
+    checks.check_flags(given, "weight_is_static")
+    stream, static = given["stream"], given["weight_is_static"]
+    invariant = batch_invariance.resolved(given["batch_invariant"])
+    out_dtype = None if given["out_dtype"] is None else gemm.out_dtype_of(given["out_dtype"])
+    problem, choice = _decide(values, invariant, static, out_dtype)
+    run = None
+    if stream is None and problem is not None and choice.kernel != FRAMEWORK:
+        plan = _make_route(values, invariant, static, stream, out_dtype).plan
+        run = None if plan is None else plan.prepared(values)
+    tensors = tuple(
+        name for name, value in zip(OURS.arguments.names, values, strict=True) if value is not None
+    )
+    if run is None:
+        modes = {"batch_invariant": invariant, "weight_is_static": static, "stream": stream}
+        modes["out_dtype"] = given["out_dtype"]
+        run = filled(
+            values, OURS.arguments.names, tensors, lambda every: function(*every[:3], **modes)
+        )
+    return run, tensors, _completed(problem, choice)
+
+
+def keep_rank(
+    x: Any, rows: Any, weight: Any, batch_invariant: bool | None, weight_is_static: bool
+) -> None:
+    """Let calls of any rank be repeated, where those of the rows of such an x are.
+
+    Args:
+        x: [..., K].
+        rows: the same memory as [M, K].
+        weight: [N, K].
+        batch_invariant: as in that call.
+        weight_is_static: the same.
+    """
+    values = (rows, weight, None, None)
+    key = (weight_is_static, stamp(SOURCES), batch_invariance.resolved(batch_invariant))
+    if x.data_ptr() != rows.data_ptr() or (rows.shape, weight.shape, *key) not in _repeats:
+        return
+    route = _routes.get((_probe(values, None)[1], *key, None))
+    if route is not None:
+        _keep((x, *values[1:]), key, route, ((*x.shape[:-1], *weight.shape[:-1]),))
+
+
+def _keep(values: Values, of_call: tuple[Any, ...], route: _Route, shapes: Any = None) -> None:
+    repeat = route.repeat(values, shapes)
+    if repeat is not None:
+        key = (values[0].shape, values[1].shape, *of_call)
+        _repeats.put_first(key, (route.counter, repeat, route.plan is not None))
 
 
 def _run(
     values: Values, batch_invariant: Any, weight_is_static: Any, stream: Any, out_dtype: Any
 ) -> Any:
-    now = stamp(_SOURCES)
+    now = stamp(SOURCES)
     if type(batch_invariant) is not bool:
         batch_invariant = batch_invariance.resolved(batch_invariant)
     if type(weight_is_static) is not bool:
         checks.check_flags(locals(), "weight_is_static")
     if out_dtype is not None:
         out_dtype = gemm.out_dtype_of(out_dtype)
+    # An x of another rank is the framework's here, and may be ours in a layer.
+    is_repeated = stream is None is out_dtype and type(values[0]) in producers.torch_types
+    is_repeated = is_repeated and values[0].ndim == 2
+    if is_repeated:
+        done = again(values, (now, batch_invariant), weight_is_static)
+        if done is not None:
+            return done[0]
+    of_call = (weight_is_static, now, batch_invariant)
     try:
         addresses, signature, owners = _probe(values, stream)
     except TypeError:
@@ -217,22 +334,24 @@ def _run(
             raise
         _counter_of(choice, values).calls += 1
         return None
-    key = (signature, batch_invariant, weight_is_static, out_dtype, now)
+    key = (signature, *of_call, out_dtype)
     route = _routes.get(key)
+    is_repeated = is_repeated and route is not None
     if route is None:
         route = _make_route(values, batch_invariant, weight_is_static, stream, out_dtype)
         _routes.remember(key, route)
-    counter, run = route
-    counter.calls += 1
+    route.counter.calls += 1
     try:
-        result = run(values, addresses, stream)
+        result = route.run(values, addresses, stream)
     except TypeError as error:
         if stream is not None or not producers.in_transform():
             raise  # otherwise PyTorch wraps what it makes: the framework can compute it
-        counter.calls -= 1
+        route.counter.calls -= 1
         _counter_of(_fallback(error, batch_invariant, values), values).calls += 1
         return None
     del owners  # memory that exists only for this call has been used, or queued to be
+    if is_repeated:
+        _keep(values, of_call, route)
     return result
 
 
@@ -242,11 +361,11 @@ def _make_route(
     weight_is_static: bool,
     stream: Any,
     out_dtype: str | None,
-) -> tuple[Counter, Callable[..., Any]]:
+) -> _Route:
     """Return what calls of one signature count, and run: a plan, or for the framework a check."""
     problem, choice = _decide(values, batch_invariant, weight_is_static, out_dtype)
     if problem is None or choice.kernel == FRAMEWORK:
-        return _counter_of(choice, values), producers.storage_check(OURS.arguments.names, values)
+        return _framework_route(choice, values)
     try:
         plan = _OPERATIONS[choice.kernel].plan_of(problem, _completed(problem, choice), stream)
     except CaptureError as error:
@@ -261,9 +380,43 @@ def _make_route(
         if sources.overridden() is not None:  # an edited copy that is not there is raised
             sources.load(_OPERATIONS[choice.kernel].kernel.SOURCE)
         warn_user(f"low-latency linear: {choice.kernel} cannot run: {error}")
-        choice = _fallback(error, batch_invariant, values)
-        return _counter_of(choice, values), producers.storage_check(OURS.arguments.names, values)
-    return _counter_of(choice, values), plan.run
+        return _framework_route(_fallback(error, batch_invariant, values), values)
+    return _Route(_counter_of(choice, values), plan.run, plan.repeat, plan)
+
+
+def _framework_route(choice: Choice, values: Values) -> _Route:
+    check = producers.storage_check(OURS.arguments.names, values)
+    return _Route(_counter_of(choice, values), check, _repeat_of_framework, None)
+
+
+def _repeat_of_framework(values: Values, _: Any = None) -> Repeat | None:
+    """Return what says of calls like one that the framework's linear computes them: None."""
+    *given, residual, _ = values
+    alike = producers.likeness(tuple(given)) if residual is None else None
+    if alike is None:
+        return None
+    torch = pytorch()
+    is_grad_enabled = torch.is_grad_enabled
+    grad_mode = is_grad_enabled() if any(t.requires_grad for t in given) else None
+    (size, weight_size), (room, weight_room) = zip(
+        *[(t.element_size(), span(t.shape, t.stride(), t.element_size())) for t in given],
+        strict=True,
+    )
+    if any(t.data_ptr() % ALIGNMENT for t in given):
+        return None  # where they are aligned our kernel may run
+
+    def repeat(x: Any, weight: Any, residual: Any, _: Any) -> Any:
+        if (
+            residual is not None
+            or not alike(x, weight)
+            or (grad_mode is not None and is_grad_enabled() is not grad_mode)
+            or x.storage_offset() * size + room > len(x.untyped_storage())
+            or weight.storage_offset() * weight_size + weight_room > len(weight.untyped_storage())
+        ):
+            return MISS  # a storage that is too short is told there
+        return None
+
+    return repeat
 
 
 def _decide(

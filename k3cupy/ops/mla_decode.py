@@ -125,7 +125,7 @@ def explain_mla_decode(*args: Any, **kwargs: Any) -> Choice:
 
     Takes the arguments of that function, and raises the same errors.
     """
-    return _OPERATION.explain(args, kwargs, _check)
+    return _OPERATION.explain(args, kwargs)
 
 
 def _check(given: Given) -> None:
@@ -157,5 +157,6 @@ _OPERATION = Operation(
     accept=_accept,
     choose=_choose,
     reference=_compute,
+    check=_check,
     verify=mla.verify,
 )

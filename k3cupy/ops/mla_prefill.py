@@ -298,12 +298,7 @@ def explain_mla_prefill(op: str, /, *args: Any, **kwargs: Any) -> Choice:
     if op not in SIGNATURES:
         reject("op", " or ".join(map(repr, SIGNATURES)), shown(op))
 
-    def prepare(given: dict[str, Any]) -> None:
-        _check(given)
-        names = SIGNATURES[op].out_names
-        given |= zip(names, SIGNATURES[op].split_out(given["out"]), strict=True)
-
-    return _OPERATIONS[op].explain(args, kwargs, prepare)
+    return _OPERATIONS[op].explain(args, kwargs)
 
 
 def _check(given: Given) -> None:
@@ -340,6 +335,10 @@ def _compute(problem: mla.MlaProblem, arrays: dict[str, Any]) -> None:
 
 
 def _operation(signature: Signature) -> Operation:
+    def check(given: dict[str, Any]) -> None:
+        _check(given)
+        given |= zip(signature.out_names, signature.split_out(given["out"]), strict=True)
+
     return Operation(
         function=globals()[signature.op],
         kernel=kernel,
@@ -348,6 +347,7 @@ def _operation(signature: Signature) -> Operation:
         accept=lambda values, _given: accept(signature, values),
         choose=_choose,
         reference=_compute,
+        check=check,
         verify=mla.verify,
     )
 

@@ -102,7 +102,7 @@ def explain_skinny_gemm(*args: Any, **kwargs: Any) -> Choice:
         >>> print(k3cupy.explain_skinny_gemm(x, weight))
         skinny on the CPU: the tensors are on the CPU
     """
-    return OPERATION.explain(args, kwargs, _check)
+    return OPERATION.explain(args, kwargs)
 
 
 def _check(given: Given) -> None:
@@ -142,4 +142,5 @@ OPERATION = Operation(
     accept=_accept,
     choose=_choose,
     reference=_compute,
+    check=_check,
 )

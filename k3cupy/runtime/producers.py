@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -107,6 +108,64 @@ def write_counter() -> Callable[[Any], None]:
                 increment(tensor)
 
     return count
+
+
+@functools.cache
+def _guards() -> Any:
+    """Return PyTorch's class that compares tensors with others in one call of C, or None.
+
+    Its compiler guards its code with it; it has no public name. So it is looked at first: whether
+    it tells apart what a plan does not take alike. In a thread of its own, which has no modes.
+    """
+    found: list[Any] = []
+
+    def look() -> None:
+        torch = pytorch()
+        with contextlib.suppress(Exception):
+            kind = torch._C._dynamo.guards.TensorGuards
+            like = torch.empty(2, 3, device="cpu")
+            sizes, strides = [[2, 3]], [[3, 1]]
+            check = kind(like, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+            others = [
+                torch.empty(3, 3, device="cpu"),
+                torch.empty(3, 2, device="cpu").t(),
+                torch.empty(2, 3, device="cpu", dtype=torch.int32),
+                torch.empty(2, 3, device="meta"),
+                torch.empty(2, 3, device="cpu", requires_grad=True),
+                torch._neg_view(like),
+                torch.nn.Parameter(like, requires_grad=False),
+                None,
+            ]
+            told = [check(torch.empty(2, 3, device="cpu")), *[not check(t) for t in others]]
+            for mode in (torch.autocast("cpu", torch.bfloat16), torch.inference_mode()):
+                with mode:
+                    told.append(not check(like))
+            if all(told):
+                found.append(kind)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    return found[0] if found else None
+
+
+def likeness(given: tuple[Any, ...]) -> Callable[..., bool] | None:
+    """Return what tells whether tensors are like those of PyTorch that are given.
+
+    Alike are class, shape, strides, type, device, whether they require grad, autocast, inference
+    mode and transforms. Not looked at are addresses and storages, grad mode, and modes in Python.
+
+    Returns:
+        None where it cannot be told, as inside autocast, whose types it does not know.
+    """
+    kind, torch = _guards(), pytorch()
+    if kind is None or any(type(t) not in torch_types for t in given):
+        return None
+    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+        return None
+    sizes, strides = [list(t.shape) for t in given], [list(t.stride()) for t in given]
+    guards = kind(*given, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    return guards.check if guards.check(*given) else None
 
 
 # --- NumPy and CuPy -----------------------------------------------------------------------------

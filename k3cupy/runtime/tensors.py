@@ -89,6 +89,16 @@ def span(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> int
     return (sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + 1) * itemsize
 
 
+def layout(v: TensorView) -> str:
+    """Say in words what two tensors must agree on to be taken by one plan."""
+    past = "no memory" if not v.address else f"an address {v.address % ALIGNMENT} past a multiple"
+    grad = ", requires grad" if v.requires_grad else ""
+    return (
+        f"{v.dtype} {list(v.shape)} with strides {list(v.strides)} on {v.device} at {past} of "
+        f"{ALIGNMENT}{grad}"
+    )
+
+
 _ITEM_SIZES = {
     "bool": 1,
     "int8": 1,

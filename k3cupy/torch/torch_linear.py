@@ -12,9 +12,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn.modules.linear import Linear  # itself: nn.Linear is a name that others assign to
 
-from k3cupy.torch.torch_library import linear_of_any_rank
+from k3cupy.call.repeat import MISS
+from k3cupy.torch.torch_library import linear_of_any_rank, repeated
 
 _PLAIN = (Tensor, nn.Parameter)
 """Classes whose data is what it looks like: no quantised, sharded or fake tensors."""
@@ -27,6 +29,9 @@ _own_forward: Any = None
 
 _own_linear = torch._C._nn.linear
 """``F.linear`` as PyTorch has it."""
+
+_function_modes = torch._C._len_torch_function_stack
+"""Counts the modes that see PyTorch's functions; a name of ours, which each call would look up."""
 
 
 class LowLatencyLinear(Linear):  # type: ignore[misc]
@@ -57,12 +62,23 @@ class LowLatencyLinear(Linear):  # type: ignore[misc]
         ):
             # FSDP gathers a weight into the same tensor, hidden from PyTorch's count of writes.
             static = "_is_fsdp_managed_module" not in self.__dict__
-            if torch.compiler.is_compiling():
+            if is_compiling():
                 if _may_be_operator(input, weight):
                     return torch.ops.k3cupy.low_latency_linear(
                         input, weight, None, static, self.batch_invariant
                     )
-            elif _may_be_ours(input, weight):
+            else:
+                if (
+                    type(input) in _PLAIN
+                    and type(weight) in _PLAIN
+                    and not (_function_modes() and _functions_are_watched())
+                ):
+                    # A call that is like an earlier one of ours may be ours.
+                    out = repeated(input, weight, static, self.batch_invariant)
+                    if out is not MISS:
+                        return out
+                if not _may_be_ours(input, weight):
+                    return Linear.forward(self, input)
                 return linear_of_any_rank(input, weight, None, static, self.batch_invariant)
         return Linear.forward(self, input)  # not super(): self may be no instance of this any more
 
