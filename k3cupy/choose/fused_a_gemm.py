@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 from k3cupy.kernels.fused_a_gemm import (
     UNIT_OF_ROWS,
@@ -77,6 +79,7 @@ and more, so that with batch invariance 64 tokens may have those."""
 
 _SPLITS = (1, 2, 4)
 _MAX_STAGES, _FEW_TOKENS = 12, 16
+_MOST_OF_FEW_TOKENS, _MOST_OF_AN_ORDER = 24, 2
 _UNIT_OF_SPREAD = 4
 _ORDER_OF_ALL = (4, 1)
 """A summation order that every tile_m has candidates for, so that batch invariance is possible."""
@@ -141,6 +144,9 @@ def candidates(n: int, k: int, num_tokens: int, device: DeviceInfo) -> tuple[Fus
     fit, and for few tokens also with room for one more block a multiprocessor, where the next
     kernel's blocks can begin. Where there are too many blocks to be resident at once, a few of them
     on each multiprocessor take turns.
+
+    Few tokens mostly get the skinny kernel. So of theirs only those are left that the model puts
+    first: of each order of sums, which batch invariance needs, and of all.
     """
     tile_m = tile_m_of(num_tokens)
     found: dict[FusedAGemmConfig, None] = {}
@@ -161,7 +167,24 @@ def candidates(n: int, k: int, num_tokens: int, device: DeviceInfo) -> tuple[Fus
             for config in itertools.islice(fitting, 1 if tile_m > _FEW_TOKENS else None):
                 if not config.mapped_x or config.can_map(k):
                     found |= dict.fromkeys([config, *_spread(config, n, device)])
-    return tuple(found) or (replace(_SMALLEST, tile_m=tile_m),)
+    likely = list(found)
+    if tile_m <= _FEW_TOKENS:
+        likely = _likeliest(likely, lambda config: estimate_us(config, n, k, device))
+    return tuple(likely) or (replace(_SMALLEST, tile_m=tile_m),)
+
+
+def _likeliest(
+    found: list[FusedAGemmConfig], time: Callable[[FusedAGemmConfig], float]
+) -> list[FusedAGemmConfig]:
+    ranked = sorted(found, key=time)
+    orders = Counter[Any]()
+    first = []
+    for config in ranked:
+        orders[config.order] += 1
+        if orders[config.order] <= _MOST_OF_AN_ORDER:
+            first.append(config)
+    kept = list(dict.fromkeys((*first, *ranked)))[:_MOST_OF_FEW_TOKENS]
+    return [config for config in found if config in kept]
 
 
 def _spread(config: FusedAGemmConfig, n: int, device: DeviceInfo) -> tuple[FusedAGemmConfig, ...]:
