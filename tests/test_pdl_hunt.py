@@ -38,6 +38,9 @@ REPLAYS = int(os.environ.get("K3CUPY_HUNT_REPLAYS", "150"))
 # --- Calls ---------------------------------------------------------------------------------------
 
 WARPS = k3cupy.FusedAGemmConfig(16, 32, 128, 4, 2, 4, 1, 1, 2)
+MANY_ROWS = replace(WARPS, tile_n=64)
+"""Who copies the weight stores a part of the tile here, too."""
+
 WARPGROUP = k3cupy.FusedAGemmConfig(64, 64, 128, 7, 7, 1, 4, 1, 2, "warpgroup")
 TOKENS_WIDE = k3cupy.FusedAGemmConfig(64, 72, 128, 6, 6, 1, 4, 2, 2, "warpgroup_tokens")
 SKINNY = k3cupy.SkinnyGemmConfig(1, 224, 2, 4, 8)
@@ -120,7 +123,7 @@ FUSED_A: dict[str, Make] = {
         ("warpgroup mapped", replace(WARPGROUP, mapped_x=True), 64, {"off": 128}),
         ("strided", WARPS, 9, {"off": 8}),
         ("element-wise", WARPS, 3, {"off": 3}),
-        ("residual", WARPS, 16, {"residual": True, "k": ENDS_SOON}),
+        ("residual", MANY_ROWS, 16, {"residual": True, "k": ENDS_SOON}),
         ("in place", replace(WARPS, split_k=4), 16, {"in_place": True, "k": ENDS_SOON}),
     )
 }

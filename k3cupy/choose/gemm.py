@@ -38,6 +38,9 @@ TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, MAX_TOKENS)
 TOKEN_CLASSES = (1, 8, 16, 32, MAX_TOKENS)
 """Numbers of tokens that differ in kind; no call takes an entry from beyond its own class."""
 
+_SHORT_WEIGHT = 100_000_000
+"""Bytes of a weight up to which up to 16 tokens are short: some 25 us on an H200."""
+
 _ROWS_AN_SM = 32
 """Rows of a weight, a multiprocessor, from which on the rule of thumb leaves more than 32 tokens to
 cuBLAS: there its tiles fill the GPU without cutting K. Of the H200's 28 weights, held against their
@@ -112,6 +115,12 @@ class _Product(NamedTuple):
     gpu: DeviceInfo
 
     @property
+    def is_short(self) -> bool:
+        """Whether a product takes so little time that what stands beside it decides much of it."""
+        few = self.num_tokens <= skinny_gemm.MAX_TOKENS
+        return few and 2 * self.n * self.k < _SHORT_WEIGHT
+
+    @property
     def unknown(self) -> str:
         """Why no measurement decides."""
         return why_unknown(GEMM, f"{self.n} x {self.k}", self.gpu)
@@ -128,6 +137,8 @@ def _chosen(
     if batch_invariant:
         return _invariant(of)
     for table in tables_of(GEMM, of.gpu):
+        if table.is_alone and SKINNY in kernels and of.is_short:
+            continue  # the rule knows better
         entry, told = entry_at(table, of.n, of.k, of.num_tokens, residual)
         if entry is not None:
             found = _known(kernels, table, entry, of, told)
