@@ -121,7 +121,9 @@ def test_prefill_results_make_a_page() -> None:
 
 
 def test_the_prefill_page_shows_the_choice_of_the_shipped_table() -> None:
-    (renewed,) = report.with_shipped_choice(prefill_document())["entries"]
+    every = [{**asdict(config), "us": 9.0} for config in mla_prefill.CANDIDATES]
+    with_all = prefill_document(candidates=every)
+    (renewed,) = report.with_shipped_choice(with_all)["entries"]
     chosen = MlaPrefillConfig(**renewed["dispatched"])
     device = DeviceInfo(0, "NVIDIA H200", (9, 0), 132, 0)
     variant = mla_prefill.Variant("fused_mla_kv_concat")
@@ -170,6 +172,16 @@ def test_the_page_shows_the_choice_of_the_shipped_table() -> None:
     assert old["entries"][0]["dispatched"]["split"] == 0
     (renewed,) = report.with_shipped_choice(old)["entries"]
     assert forms.key_of(renewed["dispatched"]) == "1/128/3"
+
+
+def test_the_page_shows_no_choice_that_has_no_time() -> None:
+    """Configurations are added; a run from before them keeps what ran then."""
+    old = document(entry(TIMES, tokens=512))
+    assert "1/128/6" not in TIMES
+    assert report.with_shipped_choice(old)["entries"] == old["entries"]
+    new = document(entry({**TIMES, "1/128/6": 1.0}, tokens=512))
+    (renewed,) = report.with_shipped_choice(new)["entries"]
+    assert forms.key_of(renewed["dispatched"]) == "1/128/6"
 
 
 @pytest.mark.parametrize("kind", ["16bit+same", "fp8+fp8", "16bit+ds_mla", "16bit+fp8", "fp8+same"])
