@@ -369,7 +369,7 @@ def test_a_gpu_that_needs_a_missing_source_says_so(
     """A linear layer does not fall back: its user wants to run the edited kernel."""
     DispatchDevice(monkeypatch)
     monkeypatch.setattr(instances, "load", lambda instance, _: sources.load(instance.source))
-    x = CudaTensor.of(torch.empty(4, 1536, dtype=torch.bfloat16), 0)
+    x = CudaTensor.of(torch.empty(32, 1536, dtype=torch.bfloat16), 0)
     weight = CudaTensor.of(torch.empty(2304, 1536, dtype=torch.bfloat16), 0)
     monkeypatch.setenv("K3CUPY_SOURCE_DIR", str(incomplete))
     with pytest.raises(k3cupy.ToolchainError, match=r"K3CUPY_SOURCE_DIR|a_gemm\.cu cannot"):

@@ -35,7 +35,7 @@ def names_of(tokens: range | list[int], *variants: skinny_gemm.Variant) -> set[s
 
 def test_warmup_compiles_what_calls_of_a_shape_will_get(fake_h200: FakeGpu) -> None:
     assert warmup(shapes=[SHAPE], tokens=[1, 4]) == 2
-    assert set(fake_h200.compiled) == names_of([1, 4], VARIANT())
+    assert set(fake_h200.compiled) == names_of([1, 4], VARIANT(k=7168))
 
 
 def test_warmup_of_every_number_of_tokens(fake_h200: FakeGpu) -> None:
@@ -56,7 +56,7 @@ def test_warmup_of_types_layouts_promises_and_residuals(fake_h200: FakeGpu) -> N
     )
     assert count == 16
     every = [
-        VARIANT(dtype, *three)
+        VARIANT(dtype, *three, k=7168)
         for dtype in ("bfloat16", "float16")
         for three in itertools.product(flags, repeat=3)
     ]
@@ -102,7 +102,7 @@ def test_the_command(fake_h200: FakeGpu) -> None:
     options += ["--dtype", "float16", "--weight-is-static", "--residual"]
     result = CliRunner().invoke(main, ["warmup", *options])
     assert result.exit_code == 0, result.output
-    assert set(fake_h200.compiled) == names_of([1, 4], VARIANT("float16", True, True, True))
+    assert set(fake_h200.compiled) == names_of([1, 4], VARIANT("float16", True, True, True, k=7168))
     assert "2 kernels are ready" in result.output
 
 
