@@ -43,6 +43,11 @@ def kept(gpu: DeviceInfo = GPU, family: str = GEMM) -> dict[tuple[str, int], Ent
     return {entry.key: entry for entry in cache.table(family, gpu.name)}
 
 
+def exporting(meter: FakeMeter, export: Path, *args: Any) -> None:
+    """Tune with a fake and an export."""
+    tuning.run(job(*args), meter, progress=False, export=export)
+
+
 def row(tokens: int, shape: tuple[int, int] = SHAPE) -> tuple[str, int]:
     return f"bfloat16 {shape[0]}x{shape[1]}", tokens
 
@@ -99,6 +104,43 @@ def test_an_interruption_while_the_cache_is_written_loses_nothing(
     with pytest.raises(KeyboardInterrupt):
         run(FakeMeter(), tokens=[1, 8, 16])
     assert set(kept()) == {row(1), row(8)}
+
+
+@pytest.mark.parametrize("calls", [1, 7, 13])
+def test_an_interrupted_run_leaves_an_export_of_what_it_measured(
+    calls: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "new" / "export.json"
+    with pytest.raises(KeyboardInterrupt):
+        exporting(FakeMeter(interrupt_at=calls), path, [SHAPE, SMALL], [1, 8])
+    if not kept():
+        assert not path.exists(), "nothing was measured, and a file of nothing would be none"
+        return
+    _, entries = files.read_export(path)
+    assert {entry.key for entry in entries} == set(kept())
+    exporting(FakeMeter(), path, [SHAPE, SMALL], [1, 8])
+    assert len(files.read_export(path)[1]) == len(kept()) == 8
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_an_export_is_written_as_measurements_come(tmp_path: Path) -> None:
+    """A run that is killed has no last word."""
+    path, seen = tmp_path / "export.json", list[set[tuple[str, int]]]()
+
+    def us(target: Target, candidate: Candidate, effort: Any) -> float:
+        seen.append({e.key for e in files.read_export(path)[1]} if path.exists() else set())
+        assert seen[-1] == set(kept())
+        return 10.0
+
+    exporting(FakeMeter(us=us), path, [SHAPE], [1, 8])
+    assert len(seen[-1]) == 3
+
+
+def test_an_export_that_cannot_be_written_is_known_at_once(tmp_path: Path) -> None:
+    meter = FakeMeter()
+    with pytest.raises(OSError, match=re.escape(str(tmp_path))):
+        exporting(meter, tmp_path, [SHAPE], [1, 8, 16])
+    assert len(meter.targets) == 1 and len(kept()) == 1
 
 
 def test_what_is_known_narrows_what_is_measured_later() -> None:
@@ -391,6 +433,8 @@ def test_a_command_that_is_interrupted_says_how_to_go_on(monkeypatch: pytest.Mon
     code, output = command("--shape", "2112x7168")
     assert code == 130
     assert "What was measured so far is kept; the same command goes on from there." in output
+    _, output = command("--shape", "2112x7168", "--export", "h200.json")
+    assert "so far is kept and written to h200.json; the same command goes" in output
 
 
 def test_a_place_that_takes_no_export_is_told(

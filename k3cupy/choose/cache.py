@@ -107,7 +107,7 @@ def add(family: str, entries: Iterable[Entry], gpu: DeviceInfo) -> Path | None:
             problems = _problems(path, family, gpu.name)
             known = [entry for each in problems for entry in _entries(path, each, problems[each])]
             merged = {entry.key: entry for entry in (*known, *dated)}
-            _replace(path, table_text(header, merged.values()))
+            replace_file(path, table_text(header, merged.values()))
     except OSError as error:  # a lock that nobody lets go is an OSError too
         told = f"nothing was kept, the file cannot be written ({error})"
         _warn(path, told, "Set K3CUPY_CACHE_DIR to a folder that can")
@@ -155,7 +155,8 @@ def _entries(path: Path, problem: str, rows: Iterable[Any]) -> list[Entry]:
     return found
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
+    """Put a whole new file in the place of another one, or of none."""
     import tempfile  # only here
 
     descriptor, new = tempfile.mkstemp(".tmp", dir=path.parent)  # follows no link

@@ -102,8 +102,10 @@ def tune(
     except (OSError, TypeError, ValueError, ToolchainError, CompileError) as error:
         raise click.ClickException(str(error)) from error
     except KeyboardInterrupt:
+        written = "" if export is None else f" and written to {export}"
         click.echo(
-            "\nInterrupted. What was measured so far is kept; the same command goes on from there.",
+            f"\nInterrupted. What was measured so far is kept{written}; the same command goes on "
+            "from there.",
             err=True,
         )
         sys.exit(_INTERRUPTED)

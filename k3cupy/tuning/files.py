@@ -23,26 +23,34 @@ from k3cupy.runtime.errors import reject, shown
 from k3cupy.timing import environment
 
 
-def write_export(
-    path: Path, family: str, entries: Iterable[Entry], gpu: DeviceInfo, commit: str | None = None
-) -> None:
-    """Write measurements of this machine with GPU, driver, versions, commit and date.
+def export_header(family: str, gpu: DeviceInfo, commit: str | None = None) -> dict[str, Any]:
+    """Return GPU, driver, versions, commit and date of measurements of this machine.
 
     ``commit`` is that of the sources, where they are not in a git checkout.
     """
     facts = environment.describe(gpu.index, commit)
-    header = {
+    return {
         **header_of(family, gpu, "Measured by `python -m k3cupy tune`."),
         "sources": kernels_digest(family),
         **{name: facts[name] for name in ("driver", "nvrtc", "packages", "commit", "date")},
     }
-    write_table(path, header, map(undated, entries))
+
+
+def write_export(
+    path: Path, family: str, entries: Iterable[Entry], gpu: DeviceInfo, commit: str | None = None
+) -> None:
+    """Write measurements of this machine, to share them."""
+    write_table(path, export_header(family, gpu, commit), map(undated, entries))
 
 
 def write_table(path: Path, header: Mapping[str, Any], entries: Iterable[Entry]) -> None:
-    """Write a table, making its folder."""
+    """Write a table, making its folder. A file is whole at every moment."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(table_text(header, entries), encoding="utf-8")
+    text = table_text(header, entries)
+    if path.exists() and not path.is_file():  # a pipe, or a folder, which refuses
+        path.write_text(text, encoding="utf-8")
+    else:
+        cache.replace_file(path.resolve(), text)
 
 
 def undated(entry: Entry) -> Entry:

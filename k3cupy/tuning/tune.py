@@ -48,10 +48,9 @@ def tune(
     """Measure the configurations of an operation on this GPU, and keep the result for later.
 
     What each one computes is checked first; what is wrong is reported and never recorded. Then they
-    are timed in CUDA graphs: products beside PyTorch's own linear, with cold weights; the decode
-    epilogue in its chain; the prefill epilogues one after the other. Every finished problem is
-    written to the user cache at once: an interrupted run loses nothing, and the next one goes on
-    from there. The rest of this process uses the new choices from the end of this call on.
+    are timed in CUDA graphs by what they add to their chain: products beside PyTorch's own linear,
+    with cold weights. Every finished size of a problem is written to the user cache at once, and to
+    ``export``: an interrupted run loses nothing, and the next one goes on from there. The rest of this process uses the new choices from the end of this call on.
 
     Args:
         shapes: products: (N, K) of the weights.
@@ -93,10 +92,7 @@ def tune(
     if not torch.cuda.is_available():
         raise ToolchainError("tuning needs a CUDA GPU; PyTorch sees none")
     with torch.cuda.device(job.gpu.index), torch.no_grad():
-        report = run(job, progress=progress)
-    if export is not None:
-        files.write_export(Path(export), report.family, report.entries, job.gpu)
-    return report
+        return run(job, progress=progress, export=export)
 
 
 def targets_of(
@@ -181,18 +177,31 @@ def prepare(targets: Sequence[Target], *, again: bool = False, device: int | Non
     return Job(gpu, tuple(targets), known, tuple(t for t in targets if t.key not in known))
 
 
-def run(job: Job, meter: CudaMeter | None = None, *, progress: bool = True) -> TuneReport:
+def run(
+    job: Job,
+    meter: CudaMeter | None = None,
+    *,
+    progress: bool = True,
+    export: str | Path | None = None,
+) -> TuneReport:
     """Measure a job, by a meter or that of its GPU, and keep every entry as soon as it is done."""
+    header = None if export is None else files.export_header(job.family, job.gpu)
     path: Path | None = cache.path_of(job.family, job.gpu.name)
     found, unsaved = dict(job.known), dict[tuple[str, int], Entry]()
     refused: list[str] = []
     last_of = {target.problem: target for target in job.todo}
 
+    def entries() -> tuple[Entry, ...]:
+        return tuple(found[target.key] for target in job.targets if target.key in found)
+
     def save() -> None:
         nonlocal path
+        found.update(unsaved)
         if unsaved:
             path = cache.add(job.family, unsaved.values(), job.gpu)
             unsaved.clear()
+        if export is not None and header is not None and (some := entries()):
+            files.write_table(Path(export), header, map(files.undated, some))
 
     try:
         if job.todo:
@@ -209,13 +218,11 @@ def run(job: Job, meter: CudaMeter | None = None, *, progress: bool = True) -> T
                     if target is last_of[target.problem]:
                         every = (found | unsaved).values()
                         unsaved |= settled(e for e in every if e.problem == target.problem)
-                    found |= unsaved
                     save()
                     refused += measured.refusals
                     note(measured)
     finally:
         save()  # an interruption may have come between
         cache.reload()
-    entries = tuple(found[target.key] for target in job.targets if target.key in found)
     count = sum(target.key in found for target in job.todo)
-    return TuneReport(job.gpu.name, job.family, entries, count, tuple(refused), path)
+    return TuneReport(job.gpu.name, job.family, entries(), count, tuple(refused), path)
