@@ -36,6 +36,7 @@ from k3cupy.kernels import mla_decode, mla_prefill
 from k3cupy.kernels.mla_prefill import INSERTS, OPS, MlaPrefillConfig
 from k3cupy.runtime import launch, sources
 from k3cupy.runtime.devices import DeviceInfo
+from k3cupy.runtime.errors import CompileError
 from k3cupy.timing import environment
 from k3cupy.timing.decode_step import DecodeStep
 from k3cupy.timing.prefill_step import PrefillStep, bytes_moved, launches_of, sets_of
@@ -473,6 +474,9 @@ def test_a_small_host_run_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ("window mla-side", "'mla-side' is not one of 'mla-front', 'kda-front'"),
         ("decode --kind fp4", "'fp4' is none of 16bit+same"),
         ("prefill --op kv", "'kv' is none of key_concat_kv_cache_insert"),
+        ("prefill --tokens 0", "0 is not in the range x>=1"),
+        ("decode --tokens -1", "-1 is not in the range x>=1"),
+        ("decode --heads 0", "0 is not in the range x>=1"),
     ],
 )
 def test_bench_of_what_does_not_exist(
@@ -562,6 +566,31 @@ def test_a_small_run_on_the_gpu(scenario: str, monkeypatch: pytest.MonkeyPatch) 
     times += [found.sglang_us or 0.0]
     assert len(found.candidates) == len(some) and len(found.public_us) == 2
     assert all(0 < time < 1000 for time in times)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ValueError, CompileError])
+def test_what_goes_wrong_in_a_benchmark_is_one_clear_line(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from k3cupy.bench import gemm
+
+    def wrong(*_: Any) -> Any:
+        raise error("x: expected K a multiple of 16, got 24")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gemm, "run", wrong)
+    done = CliRunner().invoke(main, ["bench", "gemm", "--shape", "64x24"])
+    assert (done.exit_code, done.output) == (1, "Error: x: expected K a multiple of 16, got 24\n")
+
+
+def test_a_time_alone_is_of_the_choice_that_was_measured() -> None:
+    """Where today's choice is another one, only its time in the chain is known."""
+    alone = {"ours": 2.5, "public": 3.5}
+    old = document(entry({**TIMES, "1/128/3": 1.0}, tokens=16, alone_us=alone))
+    assert "| 2.50 / 3.50 |" in report.markdown(old)
+    new = report.with_shipped_choice(old)
+    assert "| - / 3.50 |" in report.markdown(new)
+    assert report.with_shipped_choice(new) == new
 
 
 @pytest.mark.gpu

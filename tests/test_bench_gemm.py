@@ -160,9 +160,12 @@ def test_linear_results_make_a_page_with_means() -> None:
         linear_entry("1536x128 of 6288", candidates={}),
     ]
     told = linear.remarks([linear.Entry(**entry) for entry in entries])
+    mean, over, some = "Geometric mean of ", "over all M; ", "2 shapes of a decode step: "
     assert told == [
-        "Geometric mean of the speed-up over F.linear, 2 shapes: 1.000 over all M; 1.000 at M = 1.",
-        "Geometric mean of ours over the public plan, 2 shapes: 0.917 over all M; 0.917 at M = 1.",
+        f"{mean}the speed-up over F.linear, {some}1.000 {over}1.000 at M = 1.",
+        f"{mean}ours over the public plan, {some}0.917 {over}0.917 at M = 1.",
+        f"{mean}the speed-up over F.linear, all 3 shapes: 1.126 {over}1.126 at M = 1.",
+        f"{mean}ours over the public plan, all 3 shapes: 0.876 {over}0.876 at M = 1.",
         "Slower than the public plan in 1 of 4: 7168x768 at M = 1 (1.050 x).",
         "Furthest from the best measured beside it: 2.000 x, 7168x768 at M = 1.",
         "A floor that a product beats is none: 1 here, "
@@ -383,7 +386,7 @@ def test_a_small_run_of_low_latency_linear_on_the_gpu(monkeypatch: pytest.Monkey
         assert all(0 < us < 1000 for us in times)
         assert not entry.reason.startswith("row stride"), "the slices are taken as they are"
     assert all(us > 0 for us in linear.host_time(1536, 128).values())
-    assert len(linear.remarks(found)) == 5
+    assert len(linear.remarks(found)) == 7
     assert found[0].plan == found[1].plan == "fused_a" and found[2].plan == "linear"
 
 

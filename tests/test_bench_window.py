@@ -201,9 +201,17 @@ def test_the_remarks_say_how_far_ahead_of_the_public_structure() -> None:
     told = window.remarks([entry(1, 22.5), entry(16, 24.0), entry(64, 99.0)])
     assert told == [
         "kda-front, ours over the public structure, up to 16 tokens: geometric mean 0.930, "
-        "worst 0.960."
+        "worst 0.960.",
+        "Slower than cuBLAS in 1: kda-front at B = 64 (3.960 x).",
+        "Slower than the public structure in 1: kda-front at B = 64 (3.960 x).",
+        "Slower than the public plan in 1: kda-front at B = 64 (3.960 x).",
     ]
-    assert window.remarks([entry(64, 99.0)]) == []
+    assert window.remarks([entry(64, 24.0)]) == []
+
+
+def test_a_floor_that_a_window_beats_is_reported_as_none() -> None:
+    told = window.remarks([entry(64, 19.5), entry(1, 22.5)])
+    assert told[-1] == "A floor that a window beats is none: kda-front at B = 64."
 
 
 def test_the_command_line_knows_every_window() -> None:

@@ -202,6 +202,33 @@ def test_a_tuners_graphs_are_short_and_their_weights_as_cold(
     assert (few, launches, first) == (large, 32, None)
 
 
+def test_a_last_mark_behind_a_break_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host stopped between the last replay and its mark: the GPU had ended long before."""
+    made: list[Event] = []
+    held: list[int] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            made.append(self)
+            self.place = len(made)
+
+        def record(self) -> None:
+            pass
+
+        def query(self) -> bool:
+            return self.place == 4 and not held
+
+        def elapsed_time(self, other: Event) -> float:
+            return 1.0 if held else 100.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", held.append, raising=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    graph: Any = SimpleNamespace(replay=lambda: None)
+    assert graphs.measure([graph], 10, rounds=1, replays=3) == [100.0]
+    assert len(held) == 1
+
+
 @pytest.mark.parametrize("late", [0, 2, 100])
 def test_a_replay_that_waited_for_the_host_is_not_counted(
     late: int, monkeypatch: pytest.MonkeyPatch

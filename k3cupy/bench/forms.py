@@ -43,7 +43,7 @@ def _alone(*names: str) -> Column:
 
     def cell(entry: Entry, _: Entry) -> str:
         alone = entry.get("alone_us", {})
-        return _slashed(alone[name] for name in names if name in alone) or "-"
+        return " / ".join(_us(alone.get(name)) for name in names) if alone else "-"
 
     return Column(f"alone: {' / '.join(names)}", cell)
 

@@ -190,7 +190,10 @@ def as_document(
     entries: Sequence[Entry], commit: str | None = None, around: tuple[str, str] = NEIGHBOURS
 ) -> dict[str, Any]:
     """Return a run as its document."""
-    found = ((f"{e.kind} at M = {e.tokens}", e.floor_us, e.candidates[0]["us"]) for e in entries)
+    found = (
+        (f"{e.kind} at M = {e.tokens}", e.floor_us, min(e.candidates[0]["us"], e.linear_us))
+        for e in entries
+    )
     return document.of(
         "gemm",
         entries,

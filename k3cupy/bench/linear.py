@@ -197,14 +197,16 @@ def run(
 def remarks(entries: Sequence[Entry]) -> list[str]:
     """Return the figures over many entries, as sentences."""
     found = []
-    shown = [entry for entry in entries if entry.kind in PAGE_SHAPES]
-    if shown:
-        shapes = len({entry.kind for entry in shown})
+    packed = [entry for entry in entries if " of " not in entry.kind]
+    shown = [entry for entry in packed if entry.kind in PAGE_SHAPES]
+    for some, which in ((shown, "{} shapes of a decode step"), (packed, "all {} shapes")):
+        shapes = which.format(len({entry.kind for entry in some}))
         for what, ratio in (
             ("the speed-up over F.linear", _speed_up),
             ("ours over the public plan", _over_plan),
         ):
-            found.append(f"Geometric mean of {what}, {shapes} shapes: {_means(shown, ratio)}.")
+            if some:
+                found.append(f"Geometric mean of {what}, {shapes}: {_means(some, ratio)}.")
     slower = [entry for entry in entries if entry.dispatched_us > entry.plan_us]
     cells = ", ".join(f"{e.kind} at M = {e.tokens} ({_over_plan(e):.3f} x)" for e in slower)
     found.append(

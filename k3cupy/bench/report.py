@@ -63,7 +63,8 @@ def with_shipped_choice(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return a document whose ``dispatched`` is what the table that ships today would choose.
 
     A run from before a table recorded the choice of the older one. A benchmark that measures only
-    what was chosen keeps it, and so does an entry without a time of today's choice.
+    what was chosen keeps it, and so does an entry without a time of today's choice. Alone only the
+    older choice was measured, so that time goes.
     """
     choice = form_of(document).choice
     if choice is None:
@@ -80,7 +81,10 @@ def with_shipped_choice(document: Mapping[str, Any]) -> dict[str, Any]:
     def renewed(entry: Mapping[str, Any]) -> Mapping[str, Any]:
         config = asdict(choice(entry, gpu))
         has_time = key_of(config) in map(key_of, entry["candidates"])
-        return {**entry, "dispatched": config} if has_time else entry
+        if not has_time or key_of(config) == key_of(entry["dispatched"]):
+            return entry
+        alone = {name: us for name, us in entry.get("alone_us", {}).items() if name != "ours"}
+        return {**entry, "dispatched": config, "alone_us": alone}
 
     return {**document, "entries": list(map(renewed, document["entries"]))}
 

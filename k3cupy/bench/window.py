@@ -17,7 +17,17 @@ from typing import Any
 import torch
 
 from k3cupy.bench import document, floor
-from k3cupy.bench.layers import COLUMNS, OURS, STRUCTURE, WINDOWS, Step, Weights, Window
+from k3cupy.bench.layers import (
+    COLUMNS,
+    CUBLAS,
+    OURS,
+    PLAN,
+    STRUCTURE,
+    WINDOWS,
+    Step,
+    Weights,
+    Window,
+)
 from k3cupy.timing.chain import Chain, consumer_of
 from k3cupy.timing.cold import COLD_BYTES, Body
 from k3cupy.timing.graphs import Effort, Recorded, in_turns
@@ -171,6 +181,19 @@ def remarks(entries: Sequence[Entry]) -> list[str]:
                 f"{kind}, ours over the public structure, up to 16 tokens: geometric mean "
                 f"{statistics.geometric_mean(ratios):.3f}, worst {max(ratios):.3f}."
             )
+    others = {CUBLAS: "cuBLAS", STRUCTURE: "the public structure", PLAN: "the public plan"}
+    for column, name in others.items():
+        ratios_of = {
+            f"{e.kind} at B = {e.tokens}": total(e.added_us[OURS]) / total(e.added_us[column])
+            for e in entries
+        }
+        slower = [f"{cell} ({ratio:.3f} x)" for cell, ratio in ratios_of.items() if ratio > 1]
+        if slower:
+            found.append(f"Slower than {name} in {len(slower)}: {', '.join(slower)}.")
+    beaten = [e for e in entries if min(map(total, e.added_us.values())) < e.floor_us]
+    if beaten:
+        cells = ", ".join(f"{e.kind} at B = {e.tokens}" for e in beaten)
+        found.append(f"A floor that a window beats is none: {cells}.")
     return found
 
 

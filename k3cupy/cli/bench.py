@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from k3cupy.runtime.errors import reject
 _WINDOWS = ("mla-front", "kda-front", "mla-back", "moe-front")
 """As ``bench.layers`` has them; to import that takes PyTorch."""
 
+_COUNT = click.IntRange(1)
+
 
 @click.group()
 def bench() -> None:
@@ -23,7 +26,16 @@ def bench() -> None:
 
 
 def _result_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add where the results go and which commit they are of."""
+    """Add where the results go and which commit they are of, and say what went wrong in words."""
+
+    @functools.wraps(command)
+    def told(**options: Any) -> None:
+        try:
+            command(**options)
+        except (OSError, RuntimeError, TypeError, ValueError) as error:
+            raise click.ClickException(str(error)) from error
+
+    added: Callable[..., None] = told
     for option in (
         click.option(
             "--commit", default=None, help="The commit, where the sources are no git checkout."
@@ -32,8 +44,8 @@ def _result_options(command: Callable[..., None]) -> Callable[..., None]:
             "--json", "path", type=click.Path(path_type=Path), help="Write the results there."
         ),
     ):
-        command = option(command)
-    return command
+        added = option(added)
+    return added
 
 
 def _chain_options(producer: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -78,8 +90,8 @@ def _show(document: dict[str, Any], path: Path | None) -> None:
 
 @bench.command("decode")
 @click.option("--kind", "kinds", multiple=True, help="Query+cache formats; all by default.")
-@click.option("--tokens", multiple=True, type=int, help="Batch sizes; the table's by default.")
-@click.option("--heads", default=12, show_default=True)
+@click.option("--tokens", multiple=True, type=_COUNT, help="Batch sizes; the table's by default.")
+@click.option("--heads", type=_COUNT, default=12, show_default=True)
 @click.option("--chain-only", is_flag=True, help="Only the real chain with PDL.")
 @_chain_options("gemm")
 @_result_options
@@ -119,8 +131,8 @@ def decode_command(
 
 @bench.command("prefill")
 @click.option("--op", "ops", multiple=True, help="Operations; all by default.")
-@click.option("--tokens", multiple=True, type=int, help="Prompt lengths; the table's by default.")
-@click.option("--heads", default=12, show_default=True)
+@click.option("--tokens", multiple=True, type=_COUNT, help="Prompt lengths; the table's by default.")
+@click.option("--heads", type=_COUNT, default=12, show_default=True)
 @click.option("--rope/--no-rope", default=False, show_default=True, help="With positions.")
 @_chain_options("end")
 @_result_options

@@ -83,7 +83,7 @@ def _turn(graph: torch.cuda.CUDAGraph, replays: int, warm: int) -> list[float]:
     """Return the microseconds of each timed replay, none of which waited for the host.
 
     A short graph is over before the host has queued the next replay, the more so while other
-    threads compile. Where a replay was queued too late, the turn is taken again, and the GPU is
+    threads compile. Where a replay, or a mark, was queued too late, the turn is taken again, and the GPU is
     held back first, for longer each time.
     """
     hold = 0
@@ -99,6 +99,7 @@ def _turn(graph: torch.cuda.CUDAGraph, replays: int, warm: int) -> list[float]:
             graph.replay()
             was_late |= begin.query()
             end.record()
+        was_late |= marks[-1].query()  # else the last mark may have come behind a break
         torch.cuda.synchronize()
         if not was_late or hold >= _MOST_CYCLES:
             return [a.elapsed_time(b) * 1000 for a, b in itertools.pairwise(marks)]
