@@ -12,7 +12,7 @@ import pytest
 import torch
 from bench_helpers import ROOT, document, on_no_gpu, timed_as
 from click.testing import CliRunner
-from tune_helpers import GPU, FakeMeter, made_up_us, use_fake_gpu
+from tune_helpers import FakeMeter, made_up_us, use_fake_gpu, write_export
 from tune_helpers import run as tune_with
 
 from k3cupy.bench import floor, forms, report
@@ -21,7 +21,6 @@ from k3cupy.choose.table import GEMM, entry_of, parts_of, table_text
 from k3cupy.cli import main
 from k3cupy.kernels.fused_a_gemm import FusedAGemmConfig
 from k3cupy.runtime.devices import DeviceInfo
-from k3cupy.tuning import files
 from k3cupy.tuning.entries import LINEAR, Candidate, entry_from, times_of
 from k3cupy.tuning.targets import GemmTarget, Target
 
@@ -220,7 +219,7 @@ def exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     paths = [tmp_path / "run1.json", tmp_path / "run2.json"]
     for path, meter in zip(paths, (FakeMeter(), FakeMeter(us=slower)), strict=True):
         found = tune_with(meter, tokens=[1, 8], again=True)
-        files.write_export(path, GEMM, found.entries, GPU, commit="0123")
+        write_export(path, GEMM, found.entries)
     return paths
 
 
@@ -305,7 +304,7 @@ def test_every_family_gets_its_table(exports: list[Path], tmp_path: Path) -> Non
     for path, slower_by in zip(paths, (1, 4), strict=True):
         meter = FakeMeter(us=lambda t, c, effort, f=slower_by: f * made_up_us(t, c))
         found = tune_with(meter, **options)
-        files.write_export(path, "mla_decode", found.entries, GPU, commit="0123")
+        write_export(path, "mla_decode", found.entries)
     paths[1].write_text(paths[1].read_text().replace('"sources": "', '"sources": "later'))
     code, output = apply(*exports, *paths, "--tables", tmp_path)
     names = ("gemm", "mla_decode")

@@ -245,7 +245,38 @@ def test_a_table_holds_for_its_own_gpu_only() -> None:
         "NVIDIA H100 80GB HBM3 has no measured table (that of NVIDIA H200 does not hold for it)"
     )
     assert "NVIDIA A100-SXM4-80GB has no measured table" in why_unknown("gemm", "any", A100)
-    assert why_unknown("gemm", "48 x 7168", H200) == "48 x 7168 is not in the table of NVIDIA H200"
+    told = "48 x 7168 is not in the chain's table of NVIDIA H200"
+    assert why_unknown("gemm", "48 x 7168", H200) == told
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows"),
+    [(1, "1 row"), (2, "2 to 8 rows"), (16, "9 to 16 rows"), (40, "33 to 64 rows")],
+)
+def test_a_reason_says_which_measurement_is_missing(
+    tokens: int, rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other numbers of rows may be in the table, and measurements of kernels alone elsewhere."""
+    missing = f" with {rows} is not in the chain's table of NVIDIA H200: the rule"
+    other = replace(measured(32), problem=problem_of(3648, 7168))
+    with user_cache(tmp_path, monkeypatch, other):
+        assert f"3648 x 7168{missing}" in choose(ALL, 3648, 7168, tokens, H200).reason
+    if tokens <= 16:
+        assert f"3072 x 128{missing}" in choose(ALL, 3072, 128, tokens, H200).reason
+
+
+def test_a_reason_says_that_a_measurement_is_of_kernels_alone() -> None:
+    where = "measured on NVIDIA H200 at M = "
+    for tokens, residual, told in (
+        (16, False, "16: "),
+        (16, True, "16, without the residual: "),
+        (32, False, "32, alone: "),
+        (32, True, "32, alone, without the residual: "),
+    ):
+        found = choose(ALL, 4608, 1536, tokens, H200, residual=residual).reason
+        assert found.startswith(where + told)
+    found = choose(ALL, 2112, 7168, 64, H200, batch_invariant=True).reason
+    assert found.endswith(", M = 64, alone, one summation order for all M")
 
 
 def test_the_user_cache_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

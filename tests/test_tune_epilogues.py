@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from fake_device import H200, FakeDevice
-from tune_helpers import GPU, FakeMeter, job, made_up_us, run, use_fake_gpu
+from tune_helpers import GPU, FakeMeter, job, made_up_us, run, use_fake_gpu, write_export
 
 import k3cupy
 from k3cupy.choose import cache
@@ -239,7 +239,7 @@ def test_an_import_gives_what_was_exported(op: str, tmp_path: Path) -> None:
     report = run(meter, op=op, kinds=KINDS[op][:2])
     before = kept(op)
     assert any("preferred" in entry.fields() for entry in before.values())
-    files.write_export(path, op, report.entries, GPU, commit="0123")
+    write_export(path, op, report.entries)
     cache.path_of(op, GPU.name).unlink()
     cache.reload()
     assert kept(op) == {}

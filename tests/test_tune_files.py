@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 from gemm_table_helpers import in_processes
 from helpers import refused, run_child
-from tune_helpers import GPU, H200, FakeMeter, job, run, use_fake_gpu
+from tune_helpers import GPU, H200, FakeMeter, job, run, use_fake_gpu, write_export
 
 from k3cupy.choose import cache
 from k3cupy.choose.table import GEMM, Entry, kernels_digest, parts_of
@@ -202,7 +202,7 @@ def exported(path: Path) -> dict[str, Any]:
 def export(tmp_path: Path) -> Path:
     """A file with four measurements; the cache is empty again."""
     path = tmp_path / "folder" / "export.json"
-    files.write_export(path, GEMM, run(FakeMeter(), tokens=[1, 8]).entries, GPU, commit="0123")
+    write_export(path, GEMM, run(FakeMeter(), tokens=[1, 8]).entries)
     cache.path_of(GEMM, GPU.name).unlink()
     cache.reload()
     return path
@@ -441,7 +441,7 @@ def test_a_place_that_takes_no_export_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fake(*, export: Path, **_: Any) -> Any:
-        files.write_export(export, GEMM, run(FakeMeter(), tokens=[8]).entries, GPU)
+        write_export(export, GEMM, run(FakeMeter(), tokens=[8]).entries)
 
     monkeypatch.setattr(tuning, "tune", fake)
     code, output = command("--shape", "2112x7168", "--export", str(tmp_path))
@@ -455,7 +455,7 @@ def test_the_command_shows_and_exports(tmp_path: Path, monkeypatch: pytest.Monke
     def fake(*, op: str, shapes: Any, preset: str, tokens: Any, export: Path, **more: Any) -> Any:
         asked.append((op, shapes, preset, tokens, more))
         report = run(FakeMeter(), [SHAPE], tokens)
-        files.write_export(export, GEMM, report.entries, GPU)
+        write_export(export, GEMM, report.entries)
         return report
 
     monkeypatch.setattr(tuning, "tune", fake)

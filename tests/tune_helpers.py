@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from k3cupy.choose import cache
+from k3cupy.choose.table import Entry
 from k3cupy.runtime import devices
 from k3cupy.runtime.devices import DeviceInfo
+from k3cupy.tuning import files
 from k3cupy.tuning import tune as tuning
 from k3cupy.tuning.engine import Effort
 from k3cupy.tuning.entries import LINEAR, Candidate
@@ -98,6 +101,12 @@ def job(
     if op == "low_latency_linear":
         options["shapes"] = shapes
     return tuning.prepare(tuning.targets_of(op, tokens=tokens, **options), again=again, device=0)
+
+
+def write_export(path: Path, family: str, entries: Iterable[Entry], gpu: DeviceInfo = GPU) -> None:
+    """Write entries as ``tune`` does, of a known commit."""
+    header = {**files.export_header(family, gpu), "commit": "0123"}
+    files.write_table(path, header, map(files.undated, entries))
 
 
 def run(meter: FakeMeter, *args: Any, **options: Any) -> TuneReport:

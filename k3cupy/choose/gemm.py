@@ -123,7 +123,10 @@ class _Product(NamedTuple):
     @property
     def unknown(self) -> str:
         """Why no measurement decides."""
-        return why_unknown(GEMM, f"{self.n} x {self.k}", self.gpu)
+        last = class_of(self.num_tokens)
+        first = max((size for size in TOKEN_CLASSES if size < last), default=0) + 1
+        rows = f"{first} to {last} rows" if first < last else "1 row"
+        return why_unknown(GEMM, f"{self.n} x {self.k} with {rows}", self.gpu)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -183,9 +186,9 @@ def entry_at(
     Where it knows no residual, what it knows without one stands in.
     """
     found = table.entries(problem_of(n, k, residual=residual))
-    told = ""
+    told = ", alone" * table.is_alone
     if residual and not found:
-        found, told = table.entries(problem_of(n, k)), ", without the residual"
+        found, told = table.entries(problem_of(n, k)), f"{told}, without the residual"
     if table.origin == PUBLIC:
         # Published figures list the numbers of tokens at which a kernel won, and no other.
         lost = Entry(problem_of(n, k), num_tokens, {}, LINEAR, None)
@@ -246,7 +249,8 @@ def _invariant(of: _Product) -> Choice:
         config = _invariant_config(table, of)
         if config is not None:
             where = f"measured on {of.gpu.name} for {of.n} x {of.k}, M = {class_of(of.num_tokens)}"
-            reason = f"batch-invariant{slices}; {where}, one summation order for all M"
+            where += f"{', alone' * table.is_alone}, one summation order for all M"
+            reason = f"batch-invariant{slices}; {where}"
             return Choice(FUSED_A, config, reason, table.origin)
     config, why = _modelled(FUSED_A, of, batch_invariant=True)
     return Choice(FUSED_A, config, f"batch-invariant{slices}; {why}")

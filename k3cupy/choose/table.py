@@ -389,7 +389,7 @@ def measured_elsewhere(family: str, gpu: DeviceInfo) -> tuple[Table, ...]:
 def why_unknown(family: str, what: str, gpu: DeviceInfo) -> str:
     """Say why no measurement of a GPU decides: none of the problem, or none at all."""
     if any(table.origin in (USER, SHIPPED) for table in tables_of(family, gpu)):
-        return f"{what} is not in the table of {gpu.name}"
+        return f"{what} is not in the chain's table of {gpu.name}"
     others = dict.fromkeys(t.header["gpu"] for t in measured_elsewhere(family, gpu))
     does_not_hold = f" (that of {' and '.join(others)} does not hold for it)" if others else ""
     return f"{gpu.name} has no measured table{does_not_hold}"

@@ -131,7 +131,7 @@ def decode_command(
 
 @bench.command("prefill")
 @click.option("--op", "ops", multiple=True, help="Operations; all by default.")
-@click.option("--tokens", multiple=True, type=_COUNT, help="Prompt lengths; the table's by default.")
+@click.option("--tokens", multiple=True, type=_COUNT, help="Prompt lengths; the table's.")
 @click.option("--heads", type=_COUNT, default=12, show_default=True)
 @click.option("--rope/--no-rope", default=False, show_default=True, help="With positions.")
 @_chain_options("end")

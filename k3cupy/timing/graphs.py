@@ -83,8 +83,8 @@ def _turn(graph: torch.cuda.CUDAGraph, replays: int, warm: int) -> list[float]:
     """Return the microseconds of each timed replay, none of which waited for the host.
 
     A short graph is over before the host has queued the next replay, the more so while other
-    threads compile. Where a replay, or a mark, was queued too late, the turn is taken again, and the GPU is
-    held back first, for longer each time.
+    threads compile. Where a replay, or the last mark, was queued too late, the turn is taken again,
+    and the GPU is held back first, for longer each time.
     """
     hold = 0
     while True:

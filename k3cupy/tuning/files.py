@@ -23,24 +23,14 @@ from k3cupy.runtime.errors import reject, shown
 from k3cupy.timing import environment
 
 
-def export_header(family: str, gpu: DeviceInfo, commit: str | None = None) -> dict[str, Any]:
-    """Return GPU, driver, versions, commit and date of measurements of this machine.
-
-    ``commit`` is that of the sources, where they are not in a git checkout.
-    """
-    facts = environment.describe(gpu.index, commit)
+def export_header(family: str, gpu: DeviceInfo) -> dict[str, Any]:
+    """Return GPU, driver, versions, commit and date of measurements of this machine."""
+    facts = environment.describe(gpu.index)
     return {
         **header_of(family, gpu, "Measured by `python -m k3cupy tune`."),
         "sources": kernels_digest(family),
         **{name: facts[name] for name in ("driver", "nvrtc", "packages", "commit", "date")},
     }
-
-
-def write_export(
-    path: Path, family: str, entries: Iterable[Entry], gpu: DeviceInfo, commit: str | None = None
-) -> None:
-    """Write measurements of this machine, to share them."""
-    write_table(path, export_header(family, gpu, commit), map(undated, entries))
 
 
 def write_table(path: Path, header: Mapping[str, Any], entries: Iterable[Entry]) -> None:
@@ -59,7 +49,7 @@ def undated(entry: Entry) -> Entry:
 
 
 def read_export(path: Path) -> tuple[Mapping[str, Any], tuple[Entry, ...]]:
-    """Return header and entries of a file that ``write_export`` wrote, every entry checked.
+    """Return header and entries of a file that ``tune`` exported, every entry checked.
 
     Raises:
         ValueError: it is none, or an entry is wrong; the text names the file.

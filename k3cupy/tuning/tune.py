@@ -50,7 +50,8 @@ def tune(
     What each one computes is checked first; what is wrong is reported and never recorded. Then they
     are timed in CUDA graphs by what they add to their chain: products beside PyTorch's own linear,
     with cold weights. Every finished size of a problem is written to the user cache at once, and to
-    ``export``: an interrupted run loses nothing, and the next one goes on from there. The rest of this process uses the new choices from the end of this call on.
+    ``export``: an interrupted run loses nothing, and the next one goes on from there. The rest of
+    this process uses the new choices from the end of this call on.
 
     Args:
         shapes: products: (N, K) of the weights.
