@@ -89,11 +89,13 @@ def _of_many_kinds(
 ) -> list[SkinnyGemmConfig]:
     found: list[SkinnyGemmConfig] = []
     for config in ranked:
+        if len(found) == most // 2:
+            break
         sizes = sum(c.block_size == config.block_size for c in found)
         outputs = sum(c.outputs_per_block == config.outputs_per_block for c in found)
         if sizes < _OF_ONE_BLOCK_SIZE and outputs < _OF_ONE_OUTPUTS:
             found.append(config)
-    every = dict.fromkeys((*found[: most // 2], *known, *ranked))
+    every = dict.fromkeys((*found, *known, *ranked))
     return sorted(list(every)[:most], key=ranked.index)
 
 
