@@ -103,6 +103,31 @@ PREFILL = {
 }
 
 
+def test_the_remarks_of_the_epilogues_name_every_miss() -> None:
+    from k3cupy.bench import decode, prefill
+
+    beside: dict[str, Any] = {"alone_us": {}, "sglang_us": 0.8}
+    given = [
+        entry(TIMES, **beside),
+        entry(TIMES, 8, **{**beside, "sglang_us": None, "public_us": {}}),
+        entry(TIMES, 16, **{**beside, "public_us": {"1": 0.5}}),
+        entry(TIMES, 32, **{**beside, "pdl": False}),
+    ]
+    assert decode.remarks([decode.Entry(**each) for each in given]) == [
+        "Slower than the public structure in 1 of 2: 16bit+same at B = 16 (2.000 x).",
+        "Slower than SGLang's structure in 2 of 2: 16bit+same at B = 4 (1.250 x), "
+        "16bit+same at B = 16 (1.250 x).",
+    ]
+    rows = [
+        prefill.Entry(**{**PREFILL, "alone_us": {}, "tokens": tokens, "public_us": us})
+        for tokens, us in ((1, None), (2, 8.0), (4, 12.0))
+    ]
+    assert prefill.remarks(rows) == [
+        "Slower than the public structure in 1 of 2: fused_mla_kv_concat at T = 2 (1.250 x)."
+    ]
+    assert prefill.remarks(rows[:1]) == []
+
+
 def prefill_document(**changes: Any) -> dict[str, Any]:
     return {**document({**PREFILL, **changes}), "benchmark": "prefill"}
 

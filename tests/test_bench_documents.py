@@ -71,6 +71,8 @@ def test_a_run_becomes_a_document_that_can_be_shown(
     assert len(row) == len(form.columns) == len({column.name for column in form.columns})
     assert all(isinstance(cell, str) and cell for cell in row)
     text = report.markdown(made)
+    units = {"window": "Microseconds a layer", "host": "The host's microseconds a call"}
+    assert f"2026-11-29. {units.get(which, 'Microseconds a launch')}.\n" in text
     assert ("new output 17.2 us" in text) == ("host_us" in made)
     if form.is_for_page(made["entries"][0]):
         assert f"| {' | '.join(row)} |" in text

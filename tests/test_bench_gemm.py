@@ -412,6 +412,22 @@ def test_a_floor_that_a_product_beats_is_reported_as_none() -> None:
     assert told.startswith("A floor that a product beats is none: 1 here, 96x128 at M = 1 (1.32 us")
 
 
+def test_the_remarks_of_the_gemm_name_every_miss_and_whatever_beats_the_floor() -> None:
+    from k3cupy.bench import gemm
+
+    def made(tokens: int, us: float, **changes: float) -> gemm.Entry:
+        found = {**gemm_entry(), "alone_us": {}, "tokens": tokens, **changes}
+        return gemm.Entry(**{**found, "candidates": [{**found["dispatched"], "us": us}]})
+
+    told = gemm.remarks([made(1, 9.0), made(8, 18.0), made(16, 9.0, linear_us=7.5)])
+    assert told == [
+        "Slower than F.linear in 2 of 3: 2112x7168 at M = 8 (1.125 x), "
+        "2112x7168 at M = 16 (1.200 x).",
+        "A floor that a product beats is none: 1 here, 2112x7168 at M = 16 (7.50 us, "
+        "streaming 8.00).",
+    ]
+
+
 def test_a_product_is_what_it_adds_and_alone_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The floor is the best of its forms in the same place; strided x has a chain of its own."""
     from k3cupy.bench import gemm

@@ -202,11 +202,14 @@ def test_the_remarks_say_how_far_ahead_of_the_public_structure() -> None:
     assert told == [
         "kda-front, ours over the public structure, up to 16 tokens: geometric mean 0.930, "
         "worst 0.960.",
-        "Slower than cuBLAS in 1: kda-front at B = 64 (3.960 x).",
-        "Slower than the public structure in 1: kda-front at B = 64 (3.960 x).",
-        "Slower than the public plan in 1: kda-front at B = 64 (3.960 x).",
+        "Slower than cuBLAS in 1 of 3: kda-front at B = 64 (3.960 x).",
+        "Slower than the public structure in 1 of 3: kda-front at B = 64 (3.960 x).",
+        "Slower than the public plan in 1 of 3: kda-front at B = 64 (3.960 x).",
     ]
-    assert window.remarks([entry(64, 24.0)]) == []
+    assert window.remarks([entry(64, 24.0)]) == [
+        f"Slower than {other} in 0 of 1."
+        for other in ("cuBLAS", "the public structure", "the public plan")
+    ]
 
 
 def test_a_floor_that_a_window_beats_is_reported_as_none() -> None:

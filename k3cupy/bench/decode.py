@@ -17,6 +17,7 @@ import torch
 
 import k3cupy
 from k3cupy.bench import document
+from k3cupy.bench.forms import decode_summary
 from k3cupy.bench.public import decode_epilogue, sglang_epilogue
 from k3cupy.choose.table import MLA_DECODE
 from k3cupy.constants import QK_ROPE_HEAD_DIM
@@ -206,6 +207,19 @@ def host_time(kind: str, tokens: int = 16, heads: int = 12) -> dict[str, float]:
     }
 
 
+def remarks(entries: Sequence[Entry]) -> list[str]:
+    """Return where ours was slower than others in the chain, as sentences."""
+    of_chain = [e for e in entries if e.scenario == "chain" and e.pdl]
+    every = {f"{e.kind} at B = {e.tokens}": decode_summary(asdict(e)) for e in of_chain}
+    found = []
+    for name, what in (("public", "the public structure"), ("sglang", "SGLang's structure")):
+        over = {cell: summary[f"dispatched_over_{name}"] for cell, summary in every.items()}
+        known = {cell: ratio for cell, ratio in over.items() if ratio is not None}
+        if known:
+            found.append(document.slower_than(what, known))
+    return found
+
+
 def as_document(
     entries: Sequence[Entry], commit: str | None = None, around: tuple[str, str] = NEIGHBOURS
 ) -> dict[str, Any]:
@@ -220,4 +234,5 @@ def as_document(
             "chain": f"{told(*around)}; strides of the model",
         },
         host_us={kind: host_time(kind) for kind in ("16bit+same", "fp8+fp8")},
+        remarks=remarks(entries),
     )

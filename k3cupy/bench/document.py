@@ -14,6 +14,13 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
+def slower_than(what: str, ratios: Mapping[str, float]) -> str:
+    """Return a sentence on where ours was slower than something, of the ratio of each cell."""
+    slower = [f"{cell} ({ratio:.3f} x)" for cell, ratio in ratios.items() if ratio > 1]
+    cells = f": {', '.join(slower)}" if slower else ""
+    return f"Slower than {what} in {len(slower)} of {len(ratios)}{cells}."
+
+
 def of(
     benchmark: str,
     entries: Iterable[DataclassInstance],

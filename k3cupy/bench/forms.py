@@ -72,6 +72,7 @@ class Form:
         columns: of its table.
         is_for_page: whether the docs show an entry.
         choice: the configuration that ships for an entry on a GPU; None where entries keep theirs.
+        unit: of its times.
     """
 
     title: str
@@ -80,6 +81,7 @@ class Form:
     columns: tuple[Column, ...]
     is_for_page: Callable[[Entry], bool] = lambda entry: True
     choice: Callable[[Entry, DeviceInfo], Any] | None = None
+    unit: str = "Microseconds a launch"
 
     def cells(self, entry: Entry) -> list[str]:
         """Return an entry's row."""
@@ -364,6 +366,7 @@ FORMS = {
     "window": Form(
         title="Windows of a layer, cold weights, microseconds a layer",
         marker="window-results",
+        unit="Microseconds a layer",
         summary=window_summary,
         columns=(
             Column("window", lambda e, _: e["kind"], is_words=True),
@@ -384,6 +387,7 @@ FORMS = {
     "host": Form(
         title="The host's time of a call, microseconds",
         marker="host-results",
+        unit="The host's microseconds a call",
         summary=host_summary,
         columns=(
             Column("call", lambda e, _: e["kind"], is_words=True),

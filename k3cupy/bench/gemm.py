@@ -186,14 +186,20 @@ def host_time(n: int = 2112, k: int = 7168, tokens: int = 16) -> dict[str, float
     }
 
 
+def remarks(entries: Sequence[Entry]) -> list[str]:
+    """Return where ours was slower than the framework, and what was faster than the floor."""
+    cells = {f"{e.kind} at M = {e.tokens}": (e, e.candidates[0]["us"]) for e in entries}
+    over = {cell: us / e.linear_us for cell, (e, us) in cells.items()}
+    fastest = (
+        (cell, e.floor_us, min(us, e.linear_us, e.invariant_us)) for cell, (e, us) in cells.items()
+    )
+    return [document.slower_than("F.linear", over), floor.remark(fastest)]
+
+
 def as_document(
     entries: Sequence[Entry], commit: str | None = None, around: tuple[str, str] = NEIGHBOURS
 ) -> dict[str, Any]:
     """Return a run as its document."""
-    found = (
-        (f"{e.kind} at M = {e.tokens}", e.floor_us, min(e.candidates[0]["us"], e.linear_us))
-        for e in entries
-    )
     return document.of(
         "gemm",
         entries,
@@ -206,5 +212,5 @@ def as_document(
             "ours": "PDL on, weight_is_static promised, except waiting_us",
         },
         host_us={"fused_a_gemm": host_time()},
-        remarks=[floor.remark(found)],
+        remarks=remarks(entries),
     )

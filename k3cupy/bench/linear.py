@@ -207,12 +207,8 @@ def remarks(entries: Sequence[Entry]) -> list[str]:
         ):
             if some:
                 found.append(f"Geometric mean of {what}, {shapes}: {_means(some, ratio)}.")
-    slower = [entry for entry in entries if entry.dispatched_us > entry.plan_us]
-    cells = ", ".join(f"{e.kind} at M = {e.tokens} ({_over_plan(e):.3f} x)" for e in slower)
-    found.append(
-        f"Slower than the public plan in {len(slower)} of {len(entries)}"
-        f"{f': {cells}' if slower else ''}."
-    )
+    over_plan = {f"{e.kind} at M = {e.tokens}": _over_plan(e) for e in entries}
+    found.append(document.slower_than("the public plan", over_plan))
     worst = max(entries, key=_over_best)
     found.append(
         f"Furthest from the best measured beside it: {_over_best(worst):.3f} x, {worst.kind} at "

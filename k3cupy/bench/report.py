@@ -39,7 +39,7 @@ def markdown(document: Mapping[str, Any]) -> str:
     )
     lines = [
         f"{e['gpu']} ({e['num_sms']} SMs), driver {e['driver']}, NVRTC {e['nvrtc']}, {packages}, "
-        f"commit {e['commit'][:12]}, {e['date']}. Microseconds a launch.",
+        f"commit {e['commit'][:12]}, {e['date']}. {form.unit}.",
         "",
         "| " + " | ".join(column.name for column in form.columns) + " |",
         "|" + " --- |" * len(form.columns),

@@ -183,13 +183,11 @@ def remarks(entries: Sequence[Entry]) -> list[str]:
             )
     others = {CUBLAS: "cuBLAS", STRUCTURE: "the public structure", PLAN: "the public plan"}
     for column, name in others.items():
-        ratios_of = {
+        over = {
             f"{e.kind} at B = {e.tokens}": total(e.added_us[OURS]) / total(e.added_us[column])
             for e in entries
         }
-        slower = [f"{cell} ({ratio:.3f} x)" for cell, ratio in ratios_of.items() if ratio > 1]
-        if slower:
-            found.append(f"Slower than {name} in {len(slower)}: {', '.join(slower)}.")
+        found.append(document.slower_than(name, over))
     beaten = [e for e in entries if min(map(total, e.added_us.values())) < e.floor_us]
     if beaten:
         cells = ", ".join(f"{e.kind} at B = {e.tokens}" for e in beaten)
