@@ -330,6 +330,18 @@ def test_a_choice_that_does_not_fit_the_gpu_is_passed_over() -> None:
         assert choose(("fused_a",), N, K, tokens, small).config.is_valid(small)
 
 
+@pytest.mark.parametrize("num_sms", [1, 2, 7])
+def test_a_small_part_of_a_gpu_gets_choices_that_fit(num_sms: int) -> None:
+    """As a process under MPS sees one, with fewer multiprocessors than a cluster has blocks."""
+    part = replace(H200, num_sms=num_sms, name="A part")
+    for n, k, tokens in ((8, 16, 1), (144, 7168, 16), (2112, 7168, 40)):
+        for invariant in (False, True):
+            found = choose(("fused_a",), n, k, tokens, part, batch_invariant=invariant).config
+            assert found.fits(tokens, part)
+        if tokens <= 16:
+            assert choose(("skinny",), n, k, tokens, part).config.is_valid(part)
+
+
 def test_batch_invariance_takes_one_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A user cache that lacks a class of tokens decides nothing, or orders would mix."""
     before = choose(("fused_a",), N, K, 8, H200, batch_invariant=True).config

@@ -133,8 +133,8 @@ def _even_rows(n: int, split_k: int, waves: int, device: DeviceInfo) -> int:
     """
     clusters = device.num_sms // split_k
     if split_k > 2:
-        clusters = max(clusters * 10 // 11, 1)
-    return -(-n // (waves * clusters))
+        clusters = clusters * 10 // 11
+    return -(-n // (waves * max(clusters, 1)))
 
 
 def candidates(n: int, k: int, num_tokens: int, device: DeviceInfo) -> tuple[FusedAGemmConfig, ...]:
