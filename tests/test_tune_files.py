@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 from gemm_table_helpers import in_processes
 from helpers import refused, run_child
@@ -435,6 +437,23 @@ def test_a_command_that_is_interrupted_says_how_to_go_on(monkeypatch: pytest.Mon
     assert "What was measured so far is kept; the same command goes on from there." in output
     _, output = command("--shape", "2112x7168", "--export", "h200.json")
     assert "so far is kept and written to h200.json; the same command goes" in output
+
+
+def test_an_interrupted_command_has_written_its_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, measure = tmp_path / "h200.json", tuning.run
+
+    def interrupted(job: tuning.Job, **options: Any) -> Any:
+        return measure(job, FakeMeter(interrupt_at=3), **{**options, "progress": False})
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(tuning, "run", interrupted)
+    arguments = ("--shape", "2112x7168", "--tokens", "1", "--tokens", "8", "--no-residual")
+    code, output = command(*arguments, "--export", str(path))
+    assert code == 130 and f"and written to {path}" in output
+    assert [entry.key for entry in files.read_export(path)[1]] == [row(1)]
 
 
 def test_a_place_that_takes_no_export_is_told(
