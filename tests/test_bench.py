@@ -25,6 +25,7 @@ from k3cupy.choose.mla import choose
 from k3cupy.choose.table import (
     MLA_DECODE,
     MLA_PREFILL,
+    Entry,
     config_of,
     measured,
     parts_of,
@@ -121,7 +122,9 @@ def test_prefill_results_make_a_page() -> None:
 
 
 def test_the_prefill_page_shows_the_choice_of_the_shipped_table() -> None:
-    (renewed,) = report.with_shipped_choice(prefill_document())["entries"]
+    every = [{**asdict(config), "us": 9.0} for config in mla_prefill.CANDIDATES]
+    with_all = prefill_document(candidates=every)
+    (renewed,) = report.with_shipped_choice(with_all)["entries"]
     chosen = MlaPrefillConfig(**renewed["dispatched"])
     device = DeviceInfo(0, "NVIDIA H200", (9, 0), 132, 0)
     variant = mla_prefill.Variant("fused_mla_kv_concat")
@@ -170,6 +173,16 @@ def test_the_page_shows_the_choice_of_the_shipped_table() -> None:
     assert old["entries"][0]["dispatched"]["split"] == 0
     (renewed,) = report.with_shipped_choice(old)["entries"]
     assert forms.key_of(renewed["dispatched"]) == "1/128/3"
+
+
+def test_the_page_shows_no_choice_that_has_no_time() -> None:
+    """Configurations are added; a run from before them keeps what ran then."""
+    old = document(entry(TIMES, tokens=512))
+    assert "1/128/6" not in TIMES
+    assert report.with_shipped_choice(old)["entries"] == old["entries"]
+    new = document(entry({**TIMES, "1/128/6": 1.0}, tokens=512))
+    (renewed,) = report.with_shipped_choice(new)["entries"]
+    assert forms.key_of(renewed["dispatched"]) == "1/128/6"
 
 
 @pytest.mark.parametrize("kind", ["16bit+same", "fp8+fp8", "16bit+ds_mla", "16bit+fp8", "fp8+same"])
@@ -227,37 +240,73 @@ def test_apply_takes_prefill_results(tmp_path: Path) -> None:
     assert "| kv_concat | 4096 |" in page.read_text()
 
 
-def as_export(path: Path, family: str) -> str:
-    """A run of the benchmark as the tuner would have kept it: the rows that count for tables."""
+def as_export(path: Path) -> str:
+    """A run of `bench decode` as the tuner would have kept it: the rows that count for tables."""
     document = json.loads(path.read_text(encoding="utf-8"))
     e = document["environment"]
-    header = {"schema": 2, "family": family, "gpu": e["gpu"], "arch": "sm_90", "sources": ""}
+    header = {"schema": 2, "family": MLA_DECODE, "gpu": e["gpu"], "arch": "sm_90", "sources": ""}
     found = []
     for row in document["entries"]:
-        if row["rope"] if family == "mla_prefill" else (row["scenario"], row["pdl"]) != CHAIN:
-            continue
-        times = {config_of(family, forms.key_of(c)): c["us"] for c in row["candidates"]}
-        size = row["tokens"] * (row["heads"] + (family == "mla_decode"))
-        found.append(measured(row["kind"], size, {family: times}))
+        if (row["scenario"], row["pdl"]) == ("chain", True):
+            keys = {forms.key_of(c): c["us"] for c in row["candidates"]}
+            found.append(decode_entry(row["kind"], row["tokens"], keys))
     return table_text(header | {"date": e["date"]}, found)
 
 
-CHAIN = ("chain", True)
+def decode_entry(kind: str, tokens: int, times: dict[str, float]) -> Entry:
+    """Of 12 heads, as every run in benchmarks/results."""
+    of_kernel = {config_of(MLA_DECODE, key): us for key, us in times.items()}
+    return measured(kind, tokens * 13, {MLA_DECODE: of_kernel})
 
 
-@pytest.mark.parametrize("name", ["decode", "prefill"])
-def test_the_shipped_table_is_what_the_committed_results_give(name: str, tmp_path: Path) -> None:
-    runs = sorted((ROOT / "benchmarks/results").glob(f"{name}_h200_run*.json"))
-    if not runs:
-        pytest.skip("the results are kept in the repository, not in the package")
-    family = f"mla_{name}"
+RESULTS = ROOT / "benchmarks/results"
+SHIPPED = ROOT / "k3cupy/choose/tables/nvidia_h200"
+of_the_repository = pytest.mark.skipif(
+    not RESULTS.is_dir(), reason="the results are kept in the repository, not in the package"
+)
+
+
+@of_the_repository
+def test_the_shipped_prefill_table_is_what_the_committed_run_gives(tmp_path: Path) -> None:
+    table = tmp_path / "nvidia_h200/mla_prefill.json"
+    run = RESULTS / "tune_prefill_h200_chain.json"
+    assert apply(run, "--tables", tmp_path) == (0, f"wrote {table}\n")
+    assert table.read_text() == (SHIPPED / table.name).read_text(encoding="utf-8")
+
+
+@of_the_repository
+def test_the_shipped_decode_table_is_what_the_committed_results_give(tmp_path: Path) -> None:
+    """The runs of the benchmark, and of large batches two formats from the search after them."""
+    runs = sorted(RESULTS.glob("decode_h200_run*.json"))
     exports = [tmp_path / run.name for run in runs]
     for path, run in zip(exports, runs, strict=True):
-        path.write_text(as_export(run, family))
-    table = tmp_path / f"nvidia_h200/{family}.json"
+        path.write_text(as_export(run))
+    table = tmp_path / "nvidia_h200/mla_decode.json"
     assert apply(*exports, "--tables", tmp_path) == (0, f"wrote {table}\n")
-    shipped = ROOT / f"k3cupy/choose/tables/nvidia_h200/{family}.json"
-    assert parts_of(table.read_text())[1] == parts_of(shipped.read_text(encoding="utf-8"))[1]
+    given = parts_of(table.read_text())[1]
+    for kind, rows in large_batches().items():
+        given[kind] = [row for row in given[kind] if row["size"] < rows[0]["size"]] + rows
+    assert given == parts_of((SHIPPED / table.name).read_text(encoding="utf-8"))[1]
+
+
+def large_batches() -> dict[str, list[Any]]:
+    """What the table has of the search: from 512 tokens on, the variant with all four mappings.
+
+    What ships has the ways of few and of many tokens in two functions; the search did not time that
+    from 512 tokens on.
+    """
+    path = RESULTS / "experiments/epilogues_search.json"
+    search = json.loads(path.read_text(encoding="utf-8"))
+    variant = "one function, one load of slots "
+    found: dict[str, list[Any]] = {}
+    for name, row in search["decode"]["large batches"].items():
+        kind, tokens = name.split()
+        if int(tokens) >= 512:
+            keys = {key.removeprefix(variant): us for key, us in row.items() if variant in key}
+            listed = decode_entry(kind, int(tokens), keys)
+            dated = replace(listed, date=search["environment"]["date"])
+            found.setdefault(kind, []).append(dated.fields())
+    return found
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks/results").glob("*_h200_bars*.json")))

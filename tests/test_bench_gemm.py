@@ -338,10 +338,32 @@ def test_the_shipped_gemm_table_is_what_the_committed_runs_give(tmp_path: Path) 
     if not runs:
         pytest.skip("there are no runs of the tuner beside this package")
     assert apply(*runs, "--tables", tmp_path)[0] == 0
-    made, shipped = (
-        folder / "nvidia_h200/gemm.json" for folder in (tmp_path, ROOT / "k3cupy/choose/tables")
-    )
-    assert made.read_text() == shipped.read_text(encoding="utf-8")
+    made = tmp_path / "nvidia_h200/gemm.json"
+    shipped = ROOT / "k3cupy/choose/tables/nvidia_h200"
+    assert made.read_text() == shipped.joinpath("gemm_alone.json").read_text(encoding="utf-8")
+
+
+def test_the_times_of_the_chain_are_those_of_the_committed_runs() -> None:
+    """Each is of one of two files, of that product, number of tokens and configuration."""
+    folder = ROOT / "benchmarks/results/experiments"
+    if not folder.is_dir():
+        pytest.skip("there are no results beside this package")
+    seen: dict[tuple[str, int], set[float]] = {}
+    mma = json.loads((folder / "skinny_mma_h200.json").read_text())["us"]["tensor cores"]
+    for place, times in mma.items():
+        shape, tokens = place.split("/")
+        seen.setdefault((shape, int(tokens)), set()).update(times.values())
+    others = json.loads((folder / "chain_candidates_h200.json").read_text())["times"]
+    for place, rounds in others.items():
+        shape, tokens = place.split(", M = ")
+        for times in rounds.values():
+            seen.setdefault((shape, int(tokens)), set()).update(times.values())
+    path = ROOT / "k3cupy/choose/tables/nvidia_h200/gemm.json"
+    for problem, rows in json.loads(path.read_text())["problems"].items():
+        for row in rows:
+            known = seen[problem.removeprefix("bfloat16 "), row["size"]]
+            linear, *others = row["us"].values()
+            assert {linear, *(us for times in others for us in times.values())} <= known, row
 
 
 @pytest.mark.gpu

@@ -199,15 +199,15 @@ def test_tensors_without_memory() -> None:
 
 
 def test_a_call_reaches_the_kernel_of_the_plan(gpu: DispatchDevice) -> None:
-    x, weight = inputs(16, N, K)
-    wanted = choose(ALL, N, K, 16, H200)
+    x, weight = inputs(32, N, K)
+    wanted = choose(ALL, N, K, 32, H200)
     assert wanted.kernel == "fused_a"
     name = wanted.config.name_expression(fused_a_gemm.Variant())
     completed = replace(wanted, name_expression=name, pdl=True)
     assert k3cupy.explain_low_latency_gemm(x, weight) == completed
     assert len(k3cupy.dispatch_report()) == 0, "explaining counts nothing"
     out = k3cupy.try_low_latency_gemm(x, weight)
-    assert out.shape == (16, N)
+    assert out.shape == (32, N)
     assert gpu.loaded == [name]
     ((_, arguments),) = gpu.launches
     assert x.data_ptr() in arguments
@@ -229,10 +229,10 @@ def test_a_repeated_call_is_one_look_up(
 
 
 def test_promises_residual_and_layout_reach_the_instance(gpu: DispatchDevice) -> None:
-    x, weight = inputs(16, N, K, strides=(6288, 1))
-    k3cupy.low_latency_linear(x, weight, normal((16, N), 3), weight_is_static=True)
+    x, weight = inputs(32, N, K, strides=(6288, 1))
+    k3cupy.low_latency_linear(x, weight, normal((32, N), 3), weight_is_static=True)
     variant = fused_a_gemm.Variant(True, True, True)
-    wanted = choose(ALL, N, K, 16, H200, residual=True)
+    wanted = choose(ALL, N, K, 32, H200, residual=True)
     assert gpu.loaded == [wanted.config.name_expression(variant)]
 
 
@@ -276,7 +276,8 @@ def test_a_residual_of_any_row_stride_and_address(
         assert k3cupy.try_low_latency_gemm(x, weight, residual, **options) is not None
         for first, (_, arguments) in zip(range(0, tokens, 64), gpu.launches, strict=True):
             assert residual.data_ptr() + 2 * first * stride in arguments
-            assert tokens == 1 or arguments[-2 if packed.kernel == "fused_a" else 6] == stride
+            place = -2 if packed.kernel == "fused_a" else 7 if packed.config.is_mma else 6
+            assert tokens == 1 or arguments[place] == stride
         gpu.records.clear()
 
 

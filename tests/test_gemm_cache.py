@@ -215,7 +215,7 @@ def test_what_was_measured_alone_and_in_the_chain_never_stand_together(
     family: str, path: Path
 ) -> None:
     """One line says that the old ones are put aside; the next measurement replaces all of them."""
-    (table,) = (t for t in shipped(family) if t.header["gpu"] == NAME)
+    table = next(t for t in shipped(family) if t.header["gpu"] == NAME)
     some = [replace(entry, date="", sources="") for entry in list(table)[:3]]
     path = path.with_name(f"{family}.json")
     assert cache.add(family, some[:2], H200) == path

@@ -52,7 +52,13 @@ def kept(family: str, gpu: Any = GPU) -> dict[tuple[str, int], Entry]:
 def test_by_default_everything_that_the_shipped_table_lists(op: str) -> None:
     """With the heads of one of eight GPUs."""
     (table,) = shipped(op)
-    assert {target.key for target in job(op=op).targets} == {entry.key for entry in table}
+    targets = {target.key for target in job(op=op).targets}
+    listed = {entry.key for entry in table}
+    assert listed <= targets
+    sizes = {size for _, size in listed}
+    assert targets == {(kind, size) for kind in KINDS[op] for size in sizes}
+    if op == "mla_prefill":  # of decode some formats were measured before the largest batches were
+        assert listed == targets
 
 
 def test_kinds_one_after_the_other() -> None:

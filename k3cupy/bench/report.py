@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from k3cupy.bench.forms import form_of
+from k3cupy.bench.forms import form_of, key_of
 from k3cupy.runtime.devices import DeviceInfo
 
 
@@ -63,7 +63,7 @@ def with_shipped_choice(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return a document whose ``dispatched`` is what the table that ships today would choose.
 
     A run from before a table recorded the choice of the older one. A benchmark that measures only
-    what was chosen keeps it.
+    what was chosen keeps it, and so does an entry without a time of today's choice.
     """
     choice = form_of(document).choice
     if choice is None:
@@ -76,8 +76,13 @@ def with_shipped_choice(document: Mapping[str, Any]) -> dict[str, Any]:
         num_sms=e["num_sms"],
         shared_memory_optin=e.get("shared_memory_optin", 0),
     )
-    entries = [{**entry, "dispatched": asdict(choice(entry, gpu))} for entry in document["entries"]]
-    return {**document, "entries": entries}
+
+    def renewed(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+        config = asdict(choice(entry, gpu))
+        has_time = key_of(config) in map(key_of, entry["candidates"])
+        return {**entry, "dispatched": config} if has_time else entry
+
+    return {**document, "entries": list(map(renewed, document["entries"]))}
 
 
 def insert_markdown(path: Path, text: str, marker: str = "results") -> None:

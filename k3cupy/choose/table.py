@@ -275,7 +275,7 @@ class Table:
     @property
     def is_alone(self) -> bool:
         """Whether what we measured were kernels that follow themselves, not what counts now."""
-        return self.origin == SHIPPED and self.header["unit"] == ALONE
+        return self.origin == SHIPPED and self.header.get("unit") == ALONE
 
 
 def slug(name: str) -> str:
@@ -355,7 +355,7 @@ def _shipped(folder: str, name: str) -> Table | None:
 
 
 def _names(family: str) -> tuple[str, str]:
-    """Return the files of a family: of its chain, and of kernels alone, which the first replaces."""
+    """Return the files of a family: of its chain, and of kernels alone as before."""
     return family, f"{family}_alone"
 
 
@@ -390,6 +390,6 @@ def why_unknown(family: str, what: str, gpu: DeviceInfo) -> str:
     """Say why no measurement of a GPU decides: none of the problem, or none at all."""
     if any(table.origin in (USER, SHIPPED) for table in tables_of(family, gpu)):
         return f"{what} is not in the table of {gpu.name}"
-    others = [t.header["gpu"] for t in measured_elsewhere(family, gpu)]
+    others = dict.fromkeys(t.header["gpu"] for t in measured_elsewhere(family, gpu))
     does_not_hold = f" (that of {' and '.join(others)} does not hold for it)" if others else ""
     return f"{gpu.name} has no measured table{does_not_hold}"

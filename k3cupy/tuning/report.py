@@ -72,7 +72,7 @@ class TuneReport:
             caption = "F: fused_a, S: skinny, -: the framework's linear is the fastest"
         table = Table(title=f"{self.gpu}: {title}", caption=caption)
         sizes = sorted({entry.size for entry in self.entries})
-        table.add_column("problem")
+        table.add_column("problem", no_wrap=True)
         for size in sizes:
             table.add_column(unit.format(size), justify="right")
         found = {entry.key: entry for entry in self.entries}

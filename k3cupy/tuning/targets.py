@@ -26,7 +26,7 @@ KINDS = {
 
 TOKENS = {
     GEMM: gemm.TOKENS,
-    MLA_DECODE: (1, 2, 4, 8, 16, 32, 64, 65, 128, 256, 512, 1024, 4096),
+    MLA_DECODE: (1, 2, 4, 8, 16, 32, 64, 65, 128, 256, 512, 1024, 2048, 4096),
     MLA_PREFILL: (1, 4, 16, 64, 256, 512, 1024, 2048, 4096, 16_384, 65_536),
 }
 """Numbers of tokens that are measured where nobody names any."""
