@@ -245,7 +245,7 @@ def test_loads_and_products_of_tensor_cores(instance: Reached) -> None:
 
 
 def at_the_limits() -> list[SkinnyGemmConfig]:
-    """With tensor cores, the deepest that is valid of each number of warps and rows of the weight."""
+    """With tensor cores, the deepest that is valid of each number of warps and of outputs."""
     found = []
     sizes, outputs, splits = (32, 64, 96, 128, 512, 1024), (8, 24, 32, 64, 72, 160), (1, 2, 3)
     for cut in itertools.product((8, 16), sizes, outputs, splits):

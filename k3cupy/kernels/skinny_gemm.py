@@ -52,7 +52,7 @@ _REGISTERS_BESIDE_VALUES = {FMA: 14, MMA: 26}
 _STEP, _MMA_ROWS, _MMA_TOKENS = 32, 8, 8
 """Of the form with tensor cores: columns of a step, rows of a product, half of its tokens."""
 
-_LEAST_MMA_THREADS, _FREE_ADDENDS, _REGISTERS_OF_ADDEND = 64, 2, 2
+_LEAST_MMA_THREADS, _FREE_ADDENDS, _REGISTERS_OF_ADDEND = 64, 2, 3
 """With fewer threads each would finish too much; beyond so many values of the residual a thread
 needs so many registers for each more."""
 
