@@ -106,7 +106,8 @@ __global__ void __launch_bounds__(kThreads,
                            cos_sin_cache, table_stride,     max_position};
 
   // Every block waits, also one that has nothing to store, so that this kernel never ends before
-  // its predecessor: the consumer relies on both.
+  // its predecessor: the consumer relies on both. Cache blocks need not where kKvInputsReady: there
+  // are always query blocks.
   constexpr unsigned int kWarps = kThreads / 32;
   const unsigned int cache_blocks = (num_tokens + kWarps - 1) / kWarps;
   if (blockIdx.x < cache_blocks) {

@@ -41,7 +41,7 @@ each_linear = pytest.mark.parametrize(
 
 
 @pytest.mark.parametrize(
-    ("device", "gemm", "tokens"), devices_and_tokens((1, 16, 33, 64), (1, 4, 8))
+    ("device", "gemm", "tokens"), devices_and_tokens((1, 16, 33, 64), (1, 4, 8, 16))
 )
 def test_the_sums_without_a_rounding(device: str, gemm: Gemm, tokens: int) -> None:
     """Rounded afterwards they are the bits of the other output: the same sums in the same order."""

@@ -75,7 +75,9 @@ class Reached:
 
     def resource_problems(self, used: Resources, arch: str) -> list[str]:
         problems = spills(used)
-        blocks = self.config.blocks_per_sm if self.variant.aligned_x else 1
+        fit = self.config.blocks_with_residual
+        blocks = fit if self.variant.has_residual else self.config.blocks_per_sm
+        blocks = blocks if self.variant.aligned_x else 1
         if arch == "sm_90" and fitting_blocks(used.registers, self.config) < blocks:
             problems.append(f"{used.registers} registers, too many for {blocks} blocks")
         if self.config.is_mma and used.shared - reserved(arch) != self.config.shared_bytes:
@@ -240,6 +242,33 @@ def test_loads_and_products_of_tensor_cores(instance: Reached) -> None:
     assert x_loads * 3 == len(weight_loads(program)) * (config.tile_m // 8)
     assert any(i.base == "STAS" for i in program) == (config.split_k > 1)
     assert not any(i.base == "SHFL" for i in program), "nothing is summed over lanes"
+
+
+def at_the_limits() -> list[SkinnyGemmConfig]:
+    """With tensor cores, the deepest that is valid of each number of warps and of outputs."""
+    found = []
+    sizes, outputs, splits = (32, 64, 96, 128, 512, 1024), (8, 24, 32, 64, 72, 160), (1, 2, 3)
+    for cut in itertools.product((8, 16), sizes, outputs, splits):
+        tokens, block_size, rows, split = cut
+        drafts = [
+            SkinnyGemmConfig(tokens, block_size, rows, unroll, 8, "mma", split)
+            for unroll in range(1, 25)
+        ]
+        found += [draft for draft in drafts if draft.is_valid()][-1:]
+    return found
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_120"])
+def test_what_is_valid_with_tensor_cores_does_not_spill(arch: str) -> None:
+    """Not with a residual either, whose values wait in registers for the end."""
+    assert not SkinnyGemmConfig(16, 32, 56, 1, 8, "mma").is_valid()
+    assert not SkinnyGemmConfig(16, 64, 160, 1, 8, "mma").is_valid()
+    assert all(1 <= c.blocks_with_residual <= c.blocks_per_sm for c in at_the_limits())
+    instances = [
+        Reached(config, Variant("bfloat16", aligned, True, True, k=7160))
+        for config, aligned in itertools.product(at_the_limits(), (True, False))
+    ]
+    inspect(SOURCE, share_of(instances, f"limits of skinny_gemm_mma for {arch}", 8), arch)
 
 
 def test_the_shared_memory_of_a_block_is_what_the_host_counts() -> None:

@@ -42,7 +42,7 @@ def load(
 
 
 def splits_of(config: SkinnyGemmConfig) -> list[SkinnyGemmConfig]:
-    return [replace(config, split_k=split) for split in (1, 2, 3, 4, 8)]
+    return [replace(config, split_k=split) for split in range(1, 9)]
 
 
 # Values

@@ -184,7 +184,7 @@ __device__ __forceinline__ void multiply_by_warpgroups(LanePartials<Tile>& sum,
   }
 }
 
-// Adds a warp's partial sums up in the first, by halves: what sum_by_halves begins for the warps.
+// Adds a warp's partial sums up in the first, by halves, as add_by_halves goes on over the warps.
 template <typename Tile>
 __device__ __forceinline__ void add_partials(LanePartials<Tile>& sum) {
 #pragma unroll

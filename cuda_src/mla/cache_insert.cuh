@@ -2,8 +2,9 @@
 //
 // Two tokens may name one slot. Then the row must come whole from one of them, and it comes from the
 // last: who writes a row looks whether a later token has its slot, and leaves the row to it.
-//   insert_row   a warp writes the row of one token, and the block's threads compare the slots of its
-//                rows with the later ones while the rows are on their way: one latency for both;
+//   insert_row   a warp writes the row of one token. The later slots are looked through while the row
+//                is on its way, one latency for both: few of them by each warp for its own slot, more
+//                by the block's threads together for all of its rows;
 //   insert_rows  a block writes the rows of many tokens and looks through the later slots once for
 //                all of them (last_writers.cuh), so that the work does not grow with the square.
 #pragma once

@@ -52,6 +52,10 @@ _REGISTERS_BESIDE_VALUES = {FMA: 14, MMA: 26}
 _STEP, _MMA_ROWS, _MMA_TOKENS = 32, 8, 8
 """Of the form with tensor cores: columns of a step, rows of a product, half of its tokens."""
 
+_LEAST_MMA_THREADS, _FREE_ADDENDS, _REGISTERS_OF_ADDEND = 64, 2, 3
+"""With fewer threads each would finish too much; beyond so many values of the residual a thread
+needs so many registers for each more."""
+
 _MAX_CLUSTER = 8
 _SHARED_BYTES = 48 * 1024
 """What a block may have without asking."""
@@ -86,7 +90,7 @@ class SkinnyGemmConfig(Tuned):
     Attributes:
         num_rows: tokens, exactly those of the call: 1 to 8 for dot products, 1 to 16 with tensor
             cores.
-        block_size: threads a block, which walk along K side by side; a multiple of 32.
+        block_size: threads a block, side by side along K; a multiple of 32, not 32 with "mma".
         outputs_per_block: rows of the weight (columns of the output) a block.
         k_unroll: vectors of each row that a thread has in flight.
         vector_width: elements of a vector, 4 (64-bit loads) or 8 (128-bit loads).
@@ -124,6 +128,9 @@ class SkinnyGemmConfig(Tuned):
 
         Rounded up to the steps in which a GPU gives them out.
         """
+        return self._registers_beside(0)
+
+    def _registers_beside(self, more: int) -> int:
         rows, tokens = self.outputs_per_block, self.num_rows
         if self.is_mma:
             rows, tokens = -(-rows // _MMA_ROWS), self.tile_m // _MMA_TOKENS
@@ -131,14 +138,26 @@ class SkinnyGemmConfig(Tuned):
         else:
             sums, addresses = tokens * rows, 3 * rows + 2 * tokens
         values = self.k_unroll * self.vector_width // 2 * (rows + tokens)
-        needed = values + sums + addresses + _REGISTERS_BESIDE_VALUES[self.product]
+        needed = values + sums + addresses + _REGISTERS_BESIDE_VALUES[self.product] + more
         return -(-needed // _REGISTER_STEP) * _REGISTER_STEP
 
     @property
     def blocks_per_sm(self) -> int:
         """Blocks that fit a multiprocessor; the compiler sees to the registers for it."""
-        warps = _SCHEDULERS * (_REGISTERS_OF_LANE // self.registers)
-        by_registers = warps * _WARP // self.block_size
+        return self._blocks_beside(0)
+
+    @property
+    def blocks_with_residual(self) -> int:
+        """The same where a residual is added: with tensor cores its values wait in registers."""
+        elements = self.tile_m * _MMA_ROWS * -(-self.outputs_per_block // _MMA_ROWS)
+        addends = -(-elements // (self.block_size * self.split_k)) if self.is_mma else 0
+        return self._blocks_beside(_REGISTERS_OF_ADDEND * max(addends - _FREE_ADDENDS, 0))
+
+    def _blocks_beside(self, more: int) -> int:
+        registers = self._registers_beside(more)
+        if registers > _MAX_REGISTERS:
+            return 0
+        by_registers = _SCHEDULERS * (_REGISTERS_OF_LANE // registers) * _WARP // self.block_size
         return min(by_registers, _THREADS_PER_SM // self.block_size, _BLOCKS_PER_SM)
 
     @property
@@ -165,11 +184,9 @@ class SkinnyGemmConfig(Tuned):
             and 1 <= self.num_rows <= (MAX_TOKENS if self.is_mma else MAX_FMA_TOKENS)
             and self.block_size % _WARP == 0
             and 0 < self.block_size <= _MAX_THREADS
-            and self.outputs_per_block >= 1
-            and self.k_unroll >= 1
+            and min(self.outputs_per_block, self.k_unroll, self.split_k) >= 1
             and self.vector_width in VECTOR_WIDTHS
-            and self.registers <= _MAX_REGISTERS
-            and self.blocks_per_sm >= 1
+            and self.blocks_with_residual >= 1
             and (self._is_for_mma(device) if self.is_mma else self._is_for_fma())
         )
 
@@ -179,7 +196,8 @@ class SkinnyGemmConfig(Tuned):
     def _is_for_mma(self, device: DeviceInfo | None) -> bool:
         return (
             self.vector_width == 8
-            and 1 <= self.split_k <= _MAX_CLUSTER
+            and self.block_size >= _LEAST_MMA_THREADS
+            and self.split_k <= _MAX_CLUSTER
             and self.shared_bytes <= _SHARED_BYTES
             and (self.split_k == 1 or device is None or device.has_clusters)
         )
@@ -191,7 +209,8 @@ class SkinnyGemmConfig(Tuned):
     def name_expression(self, variant: Variant) -> str:
         """Return the C++ name of the instance."""
         flags = variant.aligned_x, variant.has_residual, variant.weight_is_static
-        resident = self.blocks_per_sm if variant.aligned_x else 1
+        resident = self.blocks_with_residual if variant.has_residual else self.blocks_per_sm
+        resident = resident if variant.aligned_x else 1
         dtype, k = CTYPES[variant.dtype], variant.k
         of_call = *flags, *(FLOAT * variant.float32_out)
         cut = self.block_size, self.outputs_per_block
