@@ -84,8 +84,8 @@ def repeated(
     x: Tensor, weight: Tensor, weight_is_static: bool, batch_invariant: bool | None
 ) -> Any:
     """Compute a call of ``linear_of_any_rank`` that is like an earlier one; MISS for any other."""
-    if batch_invariant is None:
-        batch_invariant = resolved(None)
+    if type(batch_invariant) is not bool:
+        batch_invariant = resolved(batch_invariant)
     now = stamp(linear.SOURCES)
     latest = _latest.get(weight._cdata)
     if latest is not None:
