@@ -209,6 +209,7 @@ class FakeDevice:
         )
         monkeypatch.setattr(torch.cuda, "stream", self._on_stream)
         monkeypatch.setattr(torch, "empty", self._allocator(torch.empty))
+        monkeypatch.setattr(torch, "empty_strided", self._allocator(torch.empty_strided))
         monkeypatch.setattr(torch, "empty_like", self._like(torch.empty_like))
 
     @property

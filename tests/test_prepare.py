@@ -6,6 +6,7 @@ on a GPU, for the values.
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -225,6 +226,18 @@ def test_with_checks_it_is_the_operation_filled_in(monkeypatch: pytest.MonkeyPat
     call.tensors["slot_mapping"][0] = 1 << 40
     with pytest.raises(ValueError, match=r"\Aslot_mapping: expected "):
         run(**call.tensors)
+
+
+@each_prepared
+@torch.no_grad()
+def test_on_the_cpu_no_tensor_may_be_left_out(name: str) -> None:
+    """An output that was given would be made, a residual not be added."""
+    call = PREPARED[name]()
+    run = prepared(call)
+    for gone in run.tensors:
+        told = rf"\A{re.escape(gone)}: expected a tensor, as prepared, got None"
+        with pytest.raises(TypeError, match=told):
+            run(*[None if n == gone else call.tensors[n] for n in run.tensors])
 
 
 def test_numbers_stay_as_they_were(gpu: DispatchDevice) -> None:

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
+from k3cupy.runtime.errors import reject
 from k3cupy.runtime.tensors import ALIGNMENT
+from k3cupy.runtime.tracing import untraced
 
 MISS: Any = object()
 """What a repeat returns for a call that is not like its plan's; nothing has happened then."""
@@ -115,8 +117,8 @@ def make_prepared(recipe: Recipe, names: Sequence[str], changed: Callable[..., N
     others.append(f"not alike({_names('t', given)})")
     checks = [f"if {' or '.join(others)}:", f"    {refused}"]
     words = [_word(name) for name in names]
-    run = _compiled(recipe, words, [*taken, *checks], refused, changed)
-    vars(run)["unchecked"] = _compiled(recipe, words, taken, refused, changed)
+    run = untraced(_compiled(recipe, words, [*taken, *checks], refused, changed))
+    vars(run)["unchecked"] = untraced(_compiled(recipe, words, taken, refused, changed))
     return run
 
 
@@ -131,12 +133,19 @@ def filled(
         tensors: of those that come anew; the others stay.
         call: (values) -> the result.
     """
+
+    def whole(values: tuple[Any, ...]) -> Any:
+        for name, value in zip(names, values, strict=True):
+            if value is None and name in tensors:  # it would be left out, or made
+                reject(name, "a tensor, as prepared", "None", error=TypeError)
+        return call(values)
+
     kept = [i for i, name in enumerate(names) if name not in tensors]
     scope: dict[str, Any] = {f"t{i}": values[i] for i in kept}
     told = [_word(name) if name in tensors else f"t{i}" for i, name in enumerate(names)]
     taken = ", ".join(_word(name) for name in names if name in tensors)
     text = f"def prepared({taken}):\n    return call(({', '.join(told)},))"
-    exec(_code(text), scope | {"call": call}, scope)
+    exec(_code(text), scope | {"call": whole}, scope)
     made: Repeat = scope["prepared"]
     return made
 
