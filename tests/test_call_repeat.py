@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -141,6 +142,30 @@ def test_modes_of_pytorch_go_the_long_way(gpu: DispatchDevice, mode: str) -> Non
         assert way_of(lambda: k3cupy.fused_a_gemm(**plain)) == "long"
     k3cupy.fused_a_gemm(**plain)
     assert way_of(lambda: k3cupy.fused_a_gemm(**plain)) == "short"
+
+
+def nested() -> CudaTensor:
+    return on_gpu(torch.nested.nested_tensor([torch.zeros(3, dtype=BF16)] * 2))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@each_operation
+def test_nested_tensors_behind_repeated_calls(gpu: DispatchDevice, name: str) -> None:
+    """Their strides, asked for where PyTorch compares tensors, end the process."""
+    call = CALLS[name]().moved(on_gpu)
+    runs: list[Callable[..., Any]] = [call]
+    if name != "dsv3_fused_a_gemm":
+        ready = k3cupy.prepare(function_of(call), **arguments_of(call))
+        runs.append(lambda **one: ready(*[{**call.tensors, **one}[n] for n in ready.tensors]))
+    for _ in range(3):
+        call()
+    assert way_of(call) == "short"
+    launched = len(gpu.records)
+    for changed in call.tensors:
+        for run in runs:
+            with pytest.raises(TypeError, match=rf"\A{re.escape(changed)}: expected a tensor"):
+                run(**{changed: nested()})
+    assert len(gpu.records) == launched
 
 
 def test_grad_mode_is_looked_at_on_every_call(gpu: DispatchDevice) -> None:
@@ -369,6 +394,17 @@ def test_a_layer_that_was_called_leaves_to_pytorch_what_it_alone_reads(
                 found = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, x)))
             assert torch.equal(found.primal, want)
             assert torch.equal(found.tangent, want)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_layer_takes_nested_tensors_as_pytorch_does(layer: nn.Linear) -> None:
+    rows = [normal((2, K), 1), normal((3, K), 2)]
+    given = torch.nested.nested_tensor(rows)
+    with torch.no_grad():
+        for _ in range(3):
+            layer(normal((2, 3, K), 1))
+            for found, x in zip(layer(given).unbind(), rows, strict=True):
+                assert torch.equal(found, F.linear(x, layer.weight))
 
 
 def test_a_layer_that_was_called_still_checks_its_mode(layer: nn.Linear) -> None:

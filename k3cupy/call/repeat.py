@@ -94,8 +94,8 @@ def make_repeat(recipe: Recipe) -> Repeat:
     others += [f"t{i} is None" for i, make in recipe.outputs if make is None]  # sooner than alike
     given, same = _given(recipe)
     others += [f"t{i} is not t{first}" for i, first in same.items()]
-    others.append(f"not alike({_names('t', given)})")
-    lines = [f"if {' or '.join(others)}:", "    return MISS"]
+    lines = [f"if {' or '.join(others)}:", "    return MISS"] if others else []
+    lines += _unlike(given[2:], given, "return MISS")  # of the first two the shapes are known
     return _compiled(recipe, [f"t{i}" for i in range(len(recipe.values))], lines, "return MISS")
 
 
@@ -114,8 +114,8 @@ def make_prepared(recipe: Recipe, names: Sequence[str], changed: Callable[..., N
     refused = f"changed(({', '.join(every)},))"
     taken = [f"t{i} = {_word(name)}" for i, name in zip(recipe.spans, names, strict=True)]
     others = [f"t{i} is not t{first}" for i, first in same.items()]
-    others.append(f"not alike({_names('t', given)})")
-    checks = [f"if {' or '.join(others)}:", f"    {refused}"]
+    checks = [f"if {' or '.join(others)}:", f"    {refused}"] if others else []
+    checks += _unlike(given, given, refused)
     words = [_word(name) for name in names]
     run = untraced(_compiled(recipe, words, [*taken, *checks], refused, changed))
     vars(run)["unchecked"] = untraced(_compiled(recipe, words, taken, refused, changed))
@@ -166,6 +166,22 @@ def _given(recipe: Recipe) -> tuple[list[int], dict[int, int]]:
             else:
                 given.append(i)
     return given, same
+
+
+def _unlike(unknown: list[int], given: list[int], otherwise: str) -> list[str]:
+    """Return the lines that compare tensors with those of the recipe.
+
+    Of a nested tensor PyTorch's comparison asks for strides, and that ends the process.
+    """
+    nested = "".join(f"t{i}.is_nested or " for i in unknown)
+    return [
+        "try:",
+        f"    unlike = {nested}not alike({_names('t', given)})",
+        "except AttributeError:",  # no tensor
+        "    unlike = True",
+        "if unlike:",
+        f"    {otherwise}",
+    ]
 
 
 def _names(prefix: str, places: Any) -> str:
