@@ -129,6 +129,9 @@ class CudaTensor(torch.Tensor):
     def record_stream(self, stream: int) -> None:  # type: ignore[override]
         self.kept_for.append(stream)
 
+    def expand(self, *shape: Any) -> CudaTensor:  # type: ignore[override]
+        return CudaTensor.of(super().expand(*shape), self.ordinal)
+
     def __getitem__(self, index: Any) -> CudaTensor:
         return CudaTensor.of(super().__getitem__(index), self.ordinal)
 
@@ -209,7 +212,6 @@ class FakeDevice:
         )
         monkeypatch.setattr(torch.cuda, "stream", self._on_stream)
         monkeypatch.setattr(torch, "empty", self._allocator(torch.empty))
-        monkeypatch.setattr(torch, "empty_strided", self._allocator(torch.empty_strided))
         monkeypatch.setattr(torch, "empty_like", self._like(torch.empty_like))
 
     @property

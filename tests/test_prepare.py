@@ -286,7 +286,10 @@ def test_the_bits_are_the_operations(place: str, name: str) -> None:
             oracle.assert_same_bits(oracle.bits(tensor.cpu()), want, n)
 
 
-@pytest.mark.parametrize("function", [k3cupy.dsv3_fused_a_gemm, torch.add, None, "fused_a_gemm"])
+@pytest.mark.parametrize(
+    "function",
+    [k3cupy.dsv3_fused_a_gemm, torch.add, None, "fused_a_gemm", [], torch.zeros(2).numpy()],
+)
 def test_what_is_no_operation(function: Any) -> None:
     with pytest.raises(TypeError, match=r"\Afunction: expected an operation of k3cupy"):
         k3cupy.prepare(function)

@@ -58,12 +58,10 @@ def repeater(shape: tuple[int, ...], dtype: str, device: int) -> Allocator:
 
     ``empty_like`` takes less time than ``empty``, which reads shape, type and device anew.
     """
-    torch = tensors.pytorch()
     # All elements are one: there may be no room for a second output, not even for a moment.
-    strides, kind = (0,) * len(shape), getattr(torch, dtype)
-    model = torch.empty_strided(shape, strides, dtype=kind, device=f"cuda:{device}")
+    model = allocator("torch", (1,) * len(shape), dtype, device)().expand(shape)
     model.untyped_storage().resize_(0)
-    return functools.partial(torch.empty_like, model)
+    return functools.partial(tensors.pytorch().empty_like, model)
 
 
 def finish(framework: str, out: Any, dtype: str) -> Any:

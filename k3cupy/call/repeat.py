@@ -92,10 +92,8 @@ def make_repeat(recipe: Recipe) -> Repeat:
         elif i not in recipe.spans:  # a number
             others.append(f"type(t{i}) is not type{i}")
     others += [f"t{i} is None" for i, make in recipe.outputs if make is None]  # sooner than alike
-    given, same = _given(recipe)
-    others += [f"t{i} is not t{first}" for i, first in same.items()]
-    lines = [f"if {' or '.join(others)}:", "    return MISS"] if others else []
-    lines += _unlike(given[2:], given, "return MISS")  # of the first two the shapes are known
+    others += _unlike(recipe, 2)  # of the first two the shapes are known
+    lines = [f"if {' or '.join(others)}:", "    return MISS"]
     return _compiled(recipe, [f"t{i}" for i in range(len(recipe.values))], lines, "return MISS")
 
 
@@ -109,13 +107,10 @@ def make_prepared(recipe: Recipe, names: Sequence[str], changed: Callable[..., N
         names: of its tensors.
         changed: (values) -> the error for tensors that are not like those.
     """
-    given, same = _given(recipe)
     every = ["None" if v is None else f"t{i}" for i, v in enumerate(recipe.values)]
     refused = f"changed(({', '.join(every)},))"
     taken = [f"t{i} = {_word(name)}" for i, name in zip(recipe.spans, names, strict=True)]
-    others = [f"t{i} is not t{first}" for i, first in same.items()]
-    checks = [f"if {' or '.join(others)}:", f"    {refused}"] if others else []
-    checks += _unlike(given, given, refused)
+    checks = [f"if {' or '.join(_unlike(recipe, 0))}:", f"    {refused}"]
     words = [_word(name) for name in names]
     run = untraced(_compiled(recipe, words, [*taken, *checks], refused, changed))
     vars(run)["unchecked"] = untraced(_compiled(recipe, words, taken, refused, changed))
@@ -168,20 +163,12 @@ def _given(recipe: Recipe) -> tuple[list[int], dict[int, int]]:
     return given, same
 
 
-def _unlike(unknown: list[int], given: list[int], otherwise: str) -> list[str]:
-    """Return the lines that compare tensors with those of the recipe.
-
-    Of a nested tensor PyTorch's comparison asks for strides, and that ends the process.
-    """
-    nested = "".join(f"t{i}.is_nested or " for i in unknown)
-    return [
-        "try:",
-        f"    unlike = {nested}not alike({_names('t', given)})",
-        "except AttributeError:",  # no tensor
-        "    unlike = True",
-        "if unlike:",
-        f"    {otherwise}",
-    ]
+def _unlike(recipe: Recipe, known: int) -> list[str]:
+    """Return the tests of tensors; PyTorch's ends the process where it compares a nested one."""
+    given, same = _given(recipe)
+    others = [f"t{i} is not t{first}" for i, first in same.items()]
+    others += [f"getattr(t{i}, 'is_nested', True)" for i in given[known:]]
+    return [*others, f"not alike({_names('t', given)})"]
 
 
 def _names(prefix: str, places: Any) -> str:

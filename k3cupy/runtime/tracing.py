@@ -45,8 +45,8 @@ def tell() -> None:
 def untraced(function: _Function) -> _Function:
     """Mark a function that asks for no stamp, so that the compiler may meet it before it is told.
 
-    What is opaque is called, and then looked at by itself, with what it calls: not this one. That
-    has no public name either, but for one that imports the compiler.
+    What is opaque is called, and then looked at by itself, with what it calls: not this one. The
+    public name of that imports the compiler.
     """
     with contextlib.suppress(Exception):
         frames = sys.modules["torch"]._C._dynamo.eval_frame
