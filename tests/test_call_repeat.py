@@ -168,6 +168,15 @@ def test_nested_tensors_behind_repeated_calls(gpu: DispatchDevice, name: str) ->
     assert len(gpu.records) == launched
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_residual_where_x_is_the_weight(gpu: DispatchDevice) -> None:
+    x = on_gpu(normal((M, K), 1))
+    for _ in range(3):
+        k3cupy.fused_a_gemm(x, x, on_gpu(normal((M, M), 2)))
+    with pytest.raises(TypeError, match=r"\Aresidual: expected a tensor"):
+        k3cupy.fused_a_gemm(x, x, nested())
+
+
 def test_grad_mode_is_looked_at_on_every_call(gpu: DispatchDevice) -> None:
     given = product()
     given["weight"].requires_grad_()

@@ -167,7 +167,7 @@ def _unlike(recipe: Recipe, known: int) -> list[str]:
     """Return the tests of tensors; PyTorch's ends the process where it compares a nested one."""
     given, same = _given(recipe)
     others = [f"t{i} is not t{first}" for i, first in same.items()]
-    others += [f"getattr(t{i}, 'is_nested', True)" for i in given[known:]]
+    others += [f"getattr(t{i}, 'is_nested', True)" for i in given if i >= known]
     return [*others, f"not alike({_names('t', given)})"]
 
 
