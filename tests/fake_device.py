@@ -129,6 +129,9 @@ class CudaTensor(torch.Tensor):
     def record_stream(self, stream: int) -> None:  # type: ignore[override]
         self.kept_for.append(stream)
 
+    def expand(self, *shape: Any) -> CudaTensor:  # type: ignore[override]
+        return CudaTensor.of(super().expand(*shape), self.ordinal)
+
     def __getitem__(self, index: Any) -> CudaTensor:
         return CudaTensor.of(super().__getitem__(index), self.ordinal)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -143,6 +144,39 @@ def test_modes_of_pytorch_go_the_long_way(gpu: DispatchDevice, mode: str) -> Non
     assert way_of(lambda: k3cupy.fused_a_gemm(**plain)) == "short"
 
 
+def nested() -> CudaTensor:
+    return on_gpu(torch.nested.nested_tensor([torch.zeros(3, dtype=BF16)] * 2))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@each_operation
+def test_nested_tensors_behind_repeated_calls(gpu: DispatchDevice, name: str) -> None:
+    """Their strides, asked for where PyTorch compares tensors, end the process."""
+    call = CALLS[name]().moved(on_gpu)
+    runs: list[Callable[..., Any]] = [call]
+    if name != "dsv3_fused_a_gemm":
+        ready = k3cupy.prepare(function_of(call), **arguments_of(call))
+        runs.append(lambda **one: ready(*[{**call.tensors, **one}[n] for n in ready.tensors]))
+    for _ in range(3):
+        call()
+    assert way_of(call) == "short"
+    launched = len(gpu.records)
+    for changed in call.tensors:
+        for run in runs:
+            with pytest.raises(TypeError, match=rf"\A{re.escape(changed)}: expected a tensor"):
+                run(**{changed: nested()})
+    assert len(gpu.records) == launched
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_residual_where_x_is_the_weight(gpu: DispatchDevice) -> None:
+    x = on_gpu(normal((M, K), 1))
+    for _ in range(3):
+        k3cupy.fused_a_gemm(x, x, on_gpu(normal((M, M), 2)))
+    with pytest.raises(TypeError, match=r"\Aresidual: expected a tensor"):
+        k3cupy.fused_a_gemm(x, x, nested())
+
+
 def test_grad_mode_is_looked_at_on_every_call(gpu: DispatchDevice) -> None:
     given = product()
     given["weight"].requires_grad_()
@@ -207,6 +241,44 @@ def test_guards_that_tell_too_little_are_not_used(monkeypatch: pytest.MonkeyPatc
 def test_the_guards_are_found_in_any_mode() -> None:
     with torch.inference_mode(), torch.autocast("cpu", BF16), TorchDispatchMode():
         assert producers._guards.__wrapped__() is torch._C._dynamo.guards.TensorGuards
+
+
+def test_a_repeat_needs_no_room_for_an_output(
+    gpu: DispatchDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that fits into a GPU's memory fits there again."""
+    made: list[int] = []
+
+    def watched(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def allocate(*args: Any, **kwargs: Any) -> torch.Tensor:
+            tensor = make(*args, **kwargs)
+            made.append(tensor.untyped_storage().nbytes())
+            return tensor
+
+        return allocate
+
+    given = product()
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, watched(getattr(torch, name)))
+    for _ in range(4):
+        assert k3cupy.fused_a_gemm(**given).stride() == (N, 1)
+    assert sorted(made) == [2, *[2 * M * N] * 4]
+
+
+@pytest.mark.parametrize("argument", ["x", "weight", "residual"])
+def test_a_storage_that_was_short_once_keeps_no_other_call_from_a_kernel(
+    gpu: DispatchDevice, argument: str
+) -> None:
+    given = {
+        "x": torch.zeros(4, 1536, dtype=BF16),
+        "weight": torch.zeros(2304, 1536, dtype=BF16),
+        "residual": torch.zeros(4, 2304, dtype=BF16),
+    }
+    short = torch.zeros_like(given[argument])
+    short.untyped_storage().resize_(short.untyped_storage().nbytes() - 1)
+    with pytest.raises(ValueError, match=rf"\A{argument}: expected a storage of"):
+        k3cupy.try_low_latency_gemm(**{**given, argument: short})
+    assert k3cupy.try_low_latency_gemm(**given) is not None
 
 
 def test_many_threads_each_with_its_own_tensors(gpu: DispatchDevice) -> None:
@@ -315,6 +387,46 @@ def test_a_layer_that_was_called_refuses_memory_that_is_gone(layer: nn.Linear) -
         layer.weight.untyped_storage().resize_(0)
         with pytest.raises(ValueError, match=r"\Aweight: expected a storage of \d+ bytes .* got 0"):
             layer(x)
+
+
+@pytest.mark.parametrize("shape", [(3, K), (2, 3, K)], ids=str)
+def test_a_layer_that_was_called_leaves_to_pytorch_what_it_alone_reads(
+    layer: nn.Linear, shape: tuple[int, ...]
+) -> None:
+    x = normal(shape, 1)
+    with torch.no_grad():
+        for _ in range(3):
+            want = layer(x)
+        for _ in range(2):
+            assert torch.equal(layer(torch._neg_view(x)), F.linear(-x, layer.weight))
+            with forward_ad.dual_level():
+                found = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, x)))
+            assert torch.equal(found.primal, want)
+            assert torch.equal(found.tangent, want)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_layer_takes_nested_tensors_as_pytorch_does(layer: nn.Linear) -> None:
+    rows = [normal((2, K), 1), normal((3, K), 2)]
+    given = torch.nested.nested_tensor(rows)
+    with torch.no_grad():
+        for _ in range(3):
+            layer(normal((2, 3, K), 1))
+            for found, x in zip(layer(given).unbind(), rows, strict=True):
+                assert torch.equal(found, F.linear(x, layer.weight))
+
+
+def test_a_layer_that_was_called_still_checks_its_mode(layer: nn.Linear) -> None:
+    """A number is none, although it is equal to one."""
+    x = normal((3, K), 1)
+    with torch.no_grad():
+        for mode, wrong in ((True, 1), (False, 0)):
+            layer.batch_invariant = mode  # type: ignore[assignment]
+            for _ in range(3):
+                layer(x)
+            layer.batch_invariant = wrong  # type: ignore[assignment]
+            with pytest.raises(TypeError, match=r"\Abatch_invariant: expected None, True or False"):
+                layer(x)
 
 
 def test_batch_invariance_of_the_process_is_seen(layer: nn.Linear) -> None:

@@ -6,6 +6,7 @@ on a GPU, for the values.
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -227,6 +228,18 @@ def test_with_checks_it_is_the_operation_filled_in(monkeypatch: pytest.MonkeyPat
         run(**call.tensors)
 
 
+@each_prepared
+@torch.no_grad()
+def test_on_the_cpu_no_tensor_may_be_left_out(name: str) -> None:
+    """An output that was given would be made, a residual not be added."""
+    call = PREPARED[name]()
+    run = prepared(call)
+    for gone in run.tensors:
+        told = rf"\A{re.escape(gone)}: expected a tensor, as prepared, got None"
+        with pytest.raises(TypeError, match=told):
+            run(*[None if n == gone else call.tensors[n] for n in run.tensors])
+
+
 def test_numbers_stay_as_they_were(gpu: DispatchDevice) -> None:
     call = PREPARED["decode-fp8"]().moved(on_gpu)
     tensors = {n: t for n, t in call.tensors.items() if not n.endswith("scale_inv")}
@@ -273,7 +286,10 @@ def test_the_bits_are_the_operations(place: str, name: str) -> None:
             oracle.assert_same_bits(oracle.bits(tensor.cpu()), want, n)
 
 
-@pytest.mark.parametrize("function", [k3cupy.dsv3_fused_a_gemm, torch.add, None, "fused_a_gemm"])
+@pytest.mark.parametrize(
+    "function",
+    [k3cupy.dsv3_fused_a_gemm, torch.add, None, "fused_a_gemm", [], torch.zeros(2).numpy()],
+)
 def test_what_is_no_operation(function: Any) -> None:
     with pytest.raises(TypeError, match=r"\Afunction: expected an operation of k3cupy"):
         k3cupy.prepare(function)

@@ -10,7 +10,7 @@ import golden_calls
 import pytest
 import torch
 from dispatch_helpers import DispatchDevice
-from fake_device import H200
+from fake_device import H200, CudaTensor
 from gemm_helpers import normal
 from golden_recording import Tensors
 from mla_helpers import make_decode, make_prefill
@@ -123,6 +123,25 @@ def test_case43_products_inside_a_compiled_function(device: str, name: str, trac
     for _ in range(2):
         assert torch.equal(inside(x, weight), step(x, weight))
     assert len(traced) <= MOST, traced
+
+
+@pytest.mark.parametrize("way", ["checked", "unchecked"])
+def test_prepared_calls_inside_a_compiled_function(
+    way: str, traced: Traced, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They ask for no plan, and so nobody has told the compiler of them."""
+    device = DispatchDevice(monkeypatch)
+    x, weight, out = (
+        CudaTensor.of(normal(shape, 1), 0) for shape in ((3, 128), (64, 128), (3, 64))
+    )
+    with torch.no_grad():
+        run = k3cupy.prepare(k3cupy.fused_a_gemm, x, weight, out=out)
+        call = run if way == "checked" else run.unchecked
+        inside = compiled(lambda x, out: call(x, weight, out))
+        for _ in range(3):
+            assert inside(x, out) is out
+    assert len(device.records) == 3
+    assert not traced
 
 
 def test_case43_an_operation_compiled_itself_and_an_explanation(traced: Traced) -> None:

@@ -58,7 +58,8 @@ def repeater(shape: tuple[int, ...], dtype: str, device: int) -> Allocator:
 
     ``empty_like`` takes less time than ``empty``, which reads shape, type and device anew.
     """
-    model = allocator("torch", shape, dtype, device)()
+    # All elements are one: there may be no room for a second output, not even for a moment.
+    model = allocator("torch", (1,) * len(shape), dtype, device)().expand(shape)
     model.untyped_storage().resize_(0)
     return functools.partial(tensors.pytorch().empty_like, model)
 

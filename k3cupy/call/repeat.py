@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
+from k3cupy.runtime.errors import reject
 from k3cupy.runtime.tensors import ALIGNMENT
+from k3cupy.runtime.tracing import untraced
 
 MISS: Any = object()
 """What a repeat returns for a call that is not like its plan's; nothing has happened then."""
@@ -90,9 +92,7 @@ def make_repeat(recipe: Recipe) -> Repeat:
         elif i not in recipe.spans:  # a number
             others.append(f"type(t{i}) is not type{i}")
     others += [f"t{i} is None" for i, make in recipe.outputs if make is None]  # sooner than alike
-    given, same = _given(recipe)
-    others += [f"t{i} is not t{first}" for i, first in same.items()]
-    others.append(f"not alike({_names('t', given)})")
+    others += _unlike(recipe, 2)  # of the first two the shapes are known
     lines = [f"if {' or '.join(others)}:", "    return MISS"]
     return _compiled(recipe, [f"t{i}" for i in range(len(recipe.values))], lines, "return MISS")
 
@@ -107,16 +107,13 @@ def make_prepared(recipe: Recipe, names: Sequence[str], changed: Callable[..., N
         names: of its tensors.
         changed: (values) -> the error for tensors that are not like those.
     """
-    given, same = _given(recipe)
     every = ["None" if v is None else f"t{i}" for i, v in enumerate(recipe.values)]
     refused = f"changed(({', '.join(every)},))"
     taken = [f"t{i} = {_word(name)}" for i, name in zip(recipe.spans, names, strict=True)]
-    others = [f"t{i} is not t{first}" for i, first in same.items()]
-    others.append(f"not alike({_names('t', given)})")
-    checks = [f"if {' or '.join(others)}:", f"    {refused}"]
+    checks = [f"if {' or '.join(_unlike(recipe, 0))}:", f"    {refused}"]
     words = [_word(name) for name in names]
-    run = _compiled(recipe, words, [*taken, *checks], refused, changed)
-    vars(run)["unchecked"] = _compiled(recipe, words, taken, refused, changed)
+    run = untraced(_compiled(recipe, words, [*taken, *checks], refused, changed))
+    vars(run)["unchecked"] = untraced(_compiled(recipe, words, taken, refused, changed))
     return run
 
 
@@ -131,12 +128,19 @@ def filled(
         tensors: of those that come anew; the others stay.
         call: (values) -> the result.
     """
+
+    def whole(values: tuple[Any, ...]) -> Any:
+        for name, value in zip(names, values, strict=True):
+            if value is None and name in tensors:  # it would be left out, or made
+                reject(name, "a tensor, as prepared", "None", error=TypeError)
+        return call(values)
+
     kept = [i for i, name in enumerate(names) if name not in tensors]
     scope: dict[str, Any] = {f"t{i}": values[i] for i in kept}
     told = [_word(name) if name in tensors else f"t{i}" for i, name in enumerate(names)]
     taken = ", ".join(_word(name) for name in names if name in tensors)
     text = f"def prepared({taken}):\n    return call(({', '.join(told)},))"
-    exec(_code(text), scope | {"call": call}, scope)
+    exec(_code(text), scope | {"call": whole}, scope)
     made: Repeat = scope["prepared"]
     return made
 
@@ -157,6 +161,14 @@ def _given(recipe: Recipe) -> tuple[list[int], dict[int, int]]:
             else:
                 given.append(i)
     return given, same
+
+
+def _unlike(recipe: Recipe, known: int) -> list[str]:
+    """Return the tests of tensors; PyTorch's ends the process where it compares a nested one."""
+    given, same = _given(recipe)
+    others = [f"t{i} is not t{first}" for i, first in same.items()]
+    others += [f"getattr(t{i}, 'is_nested', True)" for i in given if i >= known]
+    return [*others, f"not alike({_names('t', given)})"]
 
 
 def _names(prefix: str, places: Any) -> str:

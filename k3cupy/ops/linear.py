@@ -295,7 +295,10 @@ def keep_rank(
     key = (weight_is_static, stamp(SOURCES), batch_invariance.resolved(batch_invariant))
     if x.data_ptr() != rows.data_ptr() or (rows.shape, weight.shape, *key) not in _repeats:
         return
-    route = _routes.get((_probe(values, None)[1], *key, None))
+    try:
+        route = _routes.get((_probe(values, None)[1], *key, None))
+    except TypeError:  # a tangent, or a negative bit: the framework has computed with it
+        return
     if route is not None:
         _keep((x, *values[1:]), key, route, ((*x.shape[:-1], *weight.shape[:-1]),))
 
@@ -386,6 +389,7 @@ def _make_route(
 
 def _framework_route(choice: Choice, values: Values) -> _Route:
     check = producers.storage_check(OURS.arguments.names, values)
+    check(values)  # or one storage that is too short would send every call of its signature here
     return _Route(_counter_of(choice, values), check, _repeat_of_framework, None)
 
 

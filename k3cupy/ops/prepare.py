@@ -79,10 +79,11 @@ def prepare(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Prepa
         tensor(256., dtype=torch.bfloat16)
     """
     prepared: Callable[..., Any]
-    if function in (linear.low_latency_linear, linear.try_low_latency_gemm):
+    named = function if callable(function) else None  # what can be no operation may have no hash
+    if named in (linear.low_latency_linear, linear.try_low_latency_gemm):
         prepared = linear.prepared
-    elif function in operations and function is not dsv3_fused_a_gemm:
-        prepared = operations[function].prepared
+    elif named in operations and named is not dsv3_fused_a_gemm:
+        prepared = operations[named].prepared
     else:
         hint = "For dsv3_fused_a_gemm take fused_a_gemm, which computes the same"
         reject("function", "an operation of k3cupy", repr(function), hint, TypeError)

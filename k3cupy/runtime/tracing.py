@@ -9,6 +9,7 @@ are made to be traced, and become an operator.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -39,6 +40,19 @@ def tell() -> None:
         for name in _SKIPPED:
             trace_rules.add(f"k3cupy.{name}")
     told = True
+
+
+def untraced(function: _Function) -> _Function:
+    """Mark a function that asks for no stamp, so that the compiler may meet it before it is told.
+
+    What is opaque is called, and then looked at by itself, with what it calls: not this one. The
+    public name of that imports the compiler.
+    """
+    with contextlib.suppress(Exception):
+        frames = sys.modules["torch"]._C._dynamo.eval_frame
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return opaque(function)
 
 
 def opaque(function: _Function) -> _Function:

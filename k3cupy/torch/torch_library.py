@@ -84,11 +84,11 @@ def repeated(
     x: Tensor, weight: Tensor, weight_is_static: bool, batch_invariant: bool | None
 ) -> Any:
     """Compute a call of ``linear_of_any_rank`` that is like an earlier one; MISS for any other."""
-    if batch_invariant is None:
-        batch_invariant = resolved(None)
+    if type(batch_invariant) is not bool:
+        batch_invariant = resolved(batch_invariant)
     now = stamp(linear.SOURCES)
     latest = _latest.get(weight._cdata)
-    if latest is not None:
+    if latest is not None and not x.is_nested:  # PyTorch compares those at its peril
         of_now, of_invariant, static, counter, run, is_ours = latest
         if (
             now == of_now

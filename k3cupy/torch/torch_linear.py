@@ -113,6 +113,7 @@ def _may_be_ours(x: Tensor, weight: Tensor) -> bool:
         and (x.is_cuda or x.is_cpu)
         and (weight.is_cuda or weight.is_cpu)
         and x.layout is weight.layout is torch.strided
+        and not x.is_nested
         and x.dim() > 0
         and torch._C._get_tracing_state() is None
         and not torch._C._len_torch_dispatch_stack()
