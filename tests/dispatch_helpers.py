@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from gemm_helpers import taken_for, unread
 import k3cupy
 from k3cupy import Choice
 from k3cupy.call.plans import PlanCache
+from k3cupy.choose import cache
 from k3cupy.ops import linear
 from k3cupy.ops.dispatch_report import ReportRow
 from k3cupy.runtime import devices, producers
@@ -96,6 +98,15 @@ class DispatchDevice(FakeDevice):
         super().__init__(monkeypatch)
         monkeypatch.setattr(linear, "_routes", PlanCache())
         monkeypatch.setattr(linear, "_repeats", PlanCache())
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[DispatchDevice]:
+    """Plans of before fit no more inside, nor those made inside afterwards."""
+    cache.reload()
+    with torch.no_grad():
+        yield DispatchDevice(monkeypatch)
+    cache.reload()
 
 
 def only_row() -> ReportRow:

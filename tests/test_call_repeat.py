@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
-from dispatch_helpers import DispatchDevice
+from dispatch_helpers import DispatchDevice, gpu
 from fake_device import CudaTensor
 from gemm_helpers import normal
 from helpers import BF16
@@ -24,20 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import k3cupy
 from k3cupy.call import plans
-from k3cupy.choose import cache
 from k3cupy.runtime import producers
 from k3cupy.torch import torch_library
 
+__all__ = ["gpu"]
+
 SHORT, LONG = "<k3cupy repeat>: repeat", "<k3cupy prober>: probe"
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[DispatchDevice]:
-    """Plans of before fit no more inside, nor those made inside afterwards."""
-    cache.reload()
-    with torch.no_grad():
-        yield DispatchDevice(monkeypatch)
-    cache.reload()
 
 
 def way_of(call: Callable[[], Any]) -> str:

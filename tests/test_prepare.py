@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import oracle
 import pytest
 import torch
-from dispatch_helpers import DispatchDevice
+from dispatch_helpers import DispatchDevice, gpu
 from fake_device import CudaTensor
 from gemm_helpers import normal
 from helpers import BF16
@@ -22,20 +22,12 @@ from mla_helpers import FORMS, NAMES
 from test_call_memory import CALLS, Call, K, M, N, beside, each_operation, wrapper
 
 import k3cupy
-from k3cupy.choose import cache
 from k3cupy.runtime import producers
+
+__all__ = ["gpu"]
 
 PREPARED = {name: make for name, make in CALLS.items() if name != "dsv3_fused_a_gemm"}
 each_prepared = pytest.mark.parametrize("name", PREPARED)
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[DispatchDevice]:
-    """Plans of before fit no more inside, nor those made inside afterwards."""
-    cache.reload()
-    with torch.no_grad():
-        yield DispatchDevice(monkeypatch)
-    cache.reload()
 
 
 def on_gpu(tensor: torch.Tensor) -> CudaTensor:
