@@ -76,7 +76,7 @@ SHIPPED = list(
 )
 
 
-@in_programs(sm_90=1, everything=1)
+@in_programs(sm_90=2, everything=2)
 def test_every_instance(arch: str, part: slice) -> None:
     """It compiles, nothing spills, the registers stay within bounds, and PDL is used in order."""
     size = len(SHIPPED) if arch == "sm_90" else OTHERS
