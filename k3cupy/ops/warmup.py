@@ -216,7 +216,7 @@ def _fused_a_gemm(
     pairs = shapes_of(shapes, fused_a_gemm.K_MULTIPLE)
     counts = tokens_of(tokens, fused_a_gemm.MAX_TOKENS)
     check_fused_a_config(config, max(counts))
-    float32 = out_dtype is not None and bool(out_dtype_of(out_dtype))
+    float32 = _is_float32(out_dtype)
     products = [*itertools.product(pairs, counts)]
     apart = (False, True) if strided is None else _several(strided)
 
@@ -267,7 +267,7 @@ def _skinny_gemm(
     for count in counts:
         check_skinny_config(config, count)
     kinds = _named("dtype", dtype, CTYPES)
-    float32 = out_dtype is not None and bool(out_dtype_of(out_dtype))
+    float32 = _is_float32(out_dtype)
 
     def wanted(gpu: DeviceInfo) -> Iterator[Instance]:
         check_skinny_config(config, gpu=gpu)
@@ -295,7 +295,7 @@ def _low_latency_linear(
     most = fused_a_gemm.MAX_TOKENS
     counts = tokens_of(range(1, most + 1) if tokens is None else tokens, _MOST_ROWS)
     invariant = batch_invariance.resolved(batch_invariant)
-    float32 = out_dtype is not None and bool(out_dtype_of(out_dtype))
+    float32 = _is_float32(out_dtype)
     if invariant:
         rows = (part for count in counts for part in slices(count))
         counts = tuple(dict.fromkeys(part.stop - part.start for part in rows))
@@ -338,6 +338,13 @@ def _named(option: str, value: Names, known: Iterable[str]) -> Sequence[str]:
         if name not in known:
             reject(option, " or ".join(map(repr, known)), shown(name))
     return names
+
+
+def _is_float32(out_dtype: Any) -> bool:
+    """Return whether outputs are float32, and not of x's type."""
+    if out_dtype is not None:
+        out_dtype_of(out_dtype)  # refuses all but float32
+    return out_dtype is not None
 
 
 def shapes_of(shapes: Shapes, k_multiple: int) -> tuple[tuple[int, int], ...]:
