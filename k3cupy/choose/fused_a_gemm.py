@@ -214,8 +214,8 @@ def _deepened(
 
 
 # --- The cost model: for products and GPUs that no table lists ------------------------------------
-# Fitted to times of 28 weights on an H200, each product after itself. Of 58 weights in the chain what
-# it names is on average 3% slower than the best of these candidates, and at most 24%.
+# Fitted to times of 28 weights on an H200, each product after itself. Of 58 weights in the chain
+# what it names is on average 3% slower than the best of these candidates, and at most 24%.
 
 _BYTES_A_US_AN_SM = 3.1e4
 _SHARE_FETCHED_AHEAD, _SHARE_OF_X = 0.62, 0.038
@@ -226,8 +226,8 @@ _OVERLAP = 3.2
 _SPLIT_US, _SUMS_US_A_BYTE, _THREAD_US = 1.3, 1e-5, 8e-7
 _ENDS_AT_ONCE = 4
 _SHARE_FOR_FOUR = 10 / 11
-"""Of the multiprocessors, what clusters of four fill: an H200 runs 30 of them at once, and more than
-120 blocks took half as long again, whatever the weight."""
+"""Of the multiprocessors, what clusters of four fill: an H200 runs 30 of them at once, and more
+than 120 blocks took half as long again, whatever the weight."""
 
 
 def estimate_us(config: FusedAGemmConfig, n: int, k: int, device: DeviceInfo) -> float:

@@ -40,8 +40,8 @@ TOKEN_CLASSES = (1, 8, 16, 32, MAX_TOKENS)
 
 _ROWS_AN_SM = 32
 """Rows of a weight, a multiprocessor, from which on the rule of thumb leaves more than 32 tokens to
-cuBLAS, which may be faster than the cost model's configuration. Of the H200's 58 weights, held
-against their measurements at 64 tokens, that loses 7% on average, any number from 28 on the same."""
+cuBLAS, which may be faster than the cost model's configuration. Held against what was measured of
+the H200's 58 weights at 64 tokens, that loses 7% on average, any number from 28 on the same."""
 
 
 def class_of(num_tokens: int) -> int:
