@@ -118,6 +118,7 @@ def test_bench_measures_what_is_asked_for(
     assert found == {**measured_there, "commit": f"abc of {len(wanted)}"}
     assert done.output.endswith(f"wrote {path}\n")
     assert len(done.output.splitlines()) > 5, "the table"
+    assert "…" not in done.output, "what is no terminal has no width to fit"
 
 
 def test_an_interrupted_benchmark_keeps_what_it_measured(
