@@ -38,8 +38,9 @@ def enable_low_latency_gemm(
     ``low_latency_linear``. On a GPU it must also have a plan for its shape; on the CPU and on the
     meta device it goes on with the framework's linear until it has values on a GPU. Offloaded,
     sharded and adapted layers are served too, whether that was done before or comes later.
-    Everything else is left alone, and the report says why. Parameters, names, hooks and the state dict stay as they are. Calling it again
-    brings layers up to date, those that came later and those that are no longer eligible.
+    Everything else is left alone, and the report says why. Parameters, names, hooks and the state
+    dict stay as they are. Calling it again brings layers up to date, those that came later and
+    those that are no longer eligible.
 
     The layers promise that the kernel before them does not write their weight, so that it can be
     fetched early. After an in-place change, ``load_state_dict`` or ``.to(...)`` the next call goes
