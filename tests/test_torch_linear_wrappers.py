@@ -333,11 +333,14 @@ def test_disable_puts_back_what_wrappers_kept(name: str) -> None:
     assert [cell.cell_contents for cell in now] == kept
 
 
-def test_a_forward_that_is_kept_but_not_called_is_no_wrapper() -> None:
+@pytest.mark.parametrize("partly", [False, True])
+def test_a_forward_that_is_kept_but_not_called_is_no_wrapper(partly: bool) -> None:
     """What accelerate's hooks would call lies there, and another forward stands before it."""
     layer = linear()
     layer._old_forward = layer.forward
     computed_anew(layer)
+    if partly:
+        layer.forward = functools.partial(F.linear, weight=layer.weight)
     assert k3cupy.enable_low_latency_gemm(layer)[""].reason == REPLACED
     assert layer._old_forward.__func__ is nn.Linear.forward
 
@@ -501,6 +504,19 @@ def test_case50_lora_merged_and_unmerged(calls: Calls, write: Any, enabled_first
         assert torch.equal(unloaded(x), F.linear(x, layer.weight))
     assert calls.promises == [False, True]
     assert k3cupy.enable_low_latency_gemm(unloaded)["0"].reason == ON_CPU
+
+
+def test_an_adapter_that_was_merged_and_taken_away_before_a_call(calls: Calls) -> None:
+    layer, x = linear().requires_grad_(False), normal((3, K), 1)
+    k3cupy.enable_low_latency_gemm(layer)
+    for _ in range(2):
+        layer(x)
+        layer(x)
+        adapter = LoraLinear(layer).requires_grad_(False)
+        adapter.merge(through_data)
+        model = nn.Sequential(adapter.base_layer)
+        assert torch.equal(model(x), F.linear(x, layer.weight))
+    assert calls.promises == [False, True, False, True, True, False]
 
 
 def test_a_weight_that_was_written_while_disabled_is_read_anew(calls: Calls) -> None:
