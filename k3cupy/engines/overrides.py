@@ -1,18 +1,19 @@
-"""Standing in for a kernel of an engine's operator, with the engine's own kernel kept at hand."""
+"""Standing in for an engine's operators and functions, with the engine's own kept at hand."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 Call = Callable[..., Any]
-"""(dispatch keys, the operator's arguments in order) -> its result."""
 
 
 class NotOverridableError(RuntimeError):
-    """An operator is missing, differs from what we know, or this PyTorch cannot; the text says."""
+    """What we would stand in for is missing, or differs, or PyTorch cannot; the text says which."""
 
 
 class Override:
@@ -67,6 +68,57 @@ def _check_schema(torch: Any, name: str, expected: str) -> None:
     try:
         found = str(torch._C._get_schema(name, ""))
     except RuntimeError as error:
-        raise NotOverridableError("this build of the engine has no such operator") from error
+        raise NotOverridableError(
+            "the engine, as it is built here, has no such operator"
+        ) from error
     if found != str(torch._C.parse_schema(expected)):  # both in the words of this PyTorch
         raise NotOverridableError(f"its schema is not the one that we know: {found}")
+
+
+class Replacement:
+    """A function of ours in place of one in a module or a class of an engine.
+
+    Args:
+        owner: the module or class.
+        name: of the function in it.
+        parameters: its parameters without their types, ``"(self, layer, x, bias=None)"``: a
+            function with other ones is left alone.
+        make: (the engine's own function) -> ours.
+        importers: modules that have imported the function by value.
+
+    Raises:
+        NotOverridableError: see there. Nothing was changed.
+    """
+
+    def __init__(
+        self,
+        owner: Any,
+        name: str,
+        parameters: str,
+        make: Callable[[Call], Call],
+        importers: Sequence[ModuleType] = (),
+    ) -> None:
+        self._name, self._own = name, vars(owner).get(name)
+        if not callable(self._own):
+            raise NotOverridableError(f"{owner.__name__} has no function {name}")
+        found = parameters_of(self._own)
+        if found != parameters:
+            raise NotOverridableError(f"its parameters are not those that we know: {found}")
+        self._ours = functools.wraps(self._own)(make(self._own))
+        with_it = [module for module in importers if vars(module).get(name) is self._own]
+        self._owners = (owner, *with_it)
+        for each in self._owners:
+            setattr(each, name, self._ours)
+
+    def undo(self) -> None:
+        """Put the engine's own function back wherever ours still stands."""
+        for owner in self._owners:
+            if vars(owner).get(self._name) is self._ours:
+                setattr(owner, self._name, self._own)
+
+
+def parameters_of(function: Callable[..., Any]) -> str:
+    """Return a function's parameters without their types."""
+    signature = inspect.signature(function)
+    plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return str(inspect.Signature(plain))

@@ -64,6 +64,8 @@ OPERATORS: Mapping[str, str] = {
 }
 """By name the schema in the words of vLLM's source, with its pieces joined to one line."""
 
+GEMM = "dsv3_fused_a_gemm"
+
 CUSTOM_OPS = "vllm._custom_ops"
 """The module whose import loads the operators' binary."""
 
@@ -99,6 +101,9 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
 
 WORDS: Mapping[str, tuple[str, ...]] = {
     "vllm.envs": ("VLLM_BATCH_INVARIANT",),
+    "vllm.model_executor.layers.vocab_parallel_embedding": ("ParallelLMHead",),
+    "vllm.model_executor.models.deepseek_v2": ("_use_min_latency_gemm",),
+    "vllm.models.kimi_k3.nvidia.low_latency_gemm": ("_plan", "_residual_plan", "dsv3_fused_a"),
     "vllm.models.kimi_k3.nvidia.mla": (
         "kv_cache_dtype",
         "_k_scale_inv",
@@ -110,3 +115,15 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "vllm.model_executor.warmup.kernel_warmup": ("cudagraph_capture_sizes", "get_model"),
 }
 """By module the names in it that we read, of objects that it makes or is given."""
+
+
+def target_of(dotted: str) -> str:
+    """Return the name under which a function is a target: that in its module."""
+    return dotted.partition(":")[2]
+
+
+TARGETS = (
+    *OPERATORS,
+    *map(target_of, (RUN_PLAN, WITH_RESIDUAL, DECODE_CONCAT, LINEAR, LM_HEAD)),
+)
+"""What users name, in the order of the report."""
