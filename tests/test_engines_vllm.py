@@ -192,6 +192,16 @@ def test_a_gpu_that_is_too_old(fake_device: FakeDevice, monkeypatch: pytest.Monk
     assert target.handed_back == {"Tesla T4 is sm_75; our kernels need sm_80": 2}
 
 
+def test_a_gpu_is_looked_at_once(fake_device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(vllm_targets.devices, "info", lambda index: asked.append(index) or H200)
+    target = Target("x")
+    call = vllm_targets.serving(target, lambda *_: "ours", lambda *_: pytest.fail("vLLM's ran"))
+    for ordinal in (0, 1, 0, 1):
+        assert call(CudaTensor.of(torch.empty(1), ordinal)) == "ours"
+    assert (asked, target.served) == ([0, 1], 4)
+
+
 def test_an_error_of_vllms_own_is_raised(vllm: Any) -> None:
     imported()
     vllm.install()

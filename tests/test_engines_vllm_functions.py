@@ -144,6 +144,22 @@ def test_a_capture_without_warm_up(vllm: Any, gpu: DispatchDevice) -> None:
     assert "k3cupy.warmup('low_latency_linear'" in next(iter(back))
 
 
+def test_weights_are_promised_to_be_static(
+    vllm: Any, gpu: DispatchDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, Any]] = []
+    run = vllm_targets.linear.try_low_latency_gemm
+
+    def spy(*args: Any, **options: Any) -> Any:
+        seen.append(options)
+        return run(*args, **options)
+
+    monkeypatch.setattr(vllm_targets.linear, "try_low_latency_gemm", spy)
+    vllm.install(LINEAR)
+    layers().LinearBase(rand(N, K))(rand(4, K))
+    assert seen == [{"weight_is_static": True, "batch_invariant": False}]
+
+
 @pytest.mark.usefixtures("fresh_counts")
 def test_batch_invariance_is_vllms(
     vllm: Any, gpu: DispatchDevice, monkeypatch: pytest.MonkeyPatch
@@ -217,6 +233,7 @@ def test_code_that_is_compiled_holds_the_operator(
         compiled(rand(4, K))
     (code,) = graphs
     assert code.count("k3cupy.low_latency_linear") == 1
+    assert "None, True, False)" in code, "no residual, a static weight, the fastest kernel"
     assert code.count("_nn.linear") == 1
     assert counts(vllm, LINEAR) == (0, {}), "the operator counts when it runs"
     torch._dynamo.reset()
@@ -438,6 +455,15 @@ def test_kernels_that_cannot_be_built_are_a_warning(
     imported("vllm.v1.worker.gpu_worker").start(Worker(model, [1]))
     (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert "vLLM's own run: no compiler" in record.getMessage()
+
+
+def test_the_warm_up_of_a_process_that_joins_later(vllm: Any, model: Any) -> None:
+    vllm.install(LM_HEAD)
+    home = imported(facts.KERNEL_WARMUP)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_warmup, "warmup", lambda *_, **__: 1)
+        home.kernel_warmup(Worker(model, [1]), process_local_only=True)
+    assert [local for _, local in home.SEEN] == [True]
 
 
 def test_the_workers_name_is_given_back(vllm: Any) -> None:
