@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import oracle
@@ -11,7 +10,7 @@ import pytest
 import slow_kernels
 import torch
 from dispatch_helpers import DispatchDevice, gpu
-from vllm_helpers import E4M3, call_of, imported, vllm
+from vllm_helpers import E4M3, Worker, call_of, imported, vllm
 
 import k3cupy
 from k3cupy.engines import vllm_facts as facts
@@ -349,21 +348,6 @@ def test_other_decodes_are_the_operators(vllm: Any) -> None:
 # --- Warm-up -------------------------------------------------------------------------------------
 
 
-class Worker:
-    """What vLLM's warm-up is given."""
-
-    def __init__(self, model: torch.nn.Module, sizes: Any) -> None:
-        compilation = SimpleNamespace(cudagraph_capture_sizes=sizes)
-        model_config = SimpleNamespace(dtype=torch.bfloat16)
-        self.vllm_config = SimpleNamespace(
-            compilation_config=compilation, model_config=model_config
-        )
-        self._model = model
-
-    def get_model(self) -> torch.nn.Module:
-        return self._model
-
-
 @pytest.fixture
 def model(vllm: Any, gpu: DispatchDevice, monkeypatch: pytest.MonkeyPatch) -> torch.nn.Module:
     """One layer of each kind that is warmed up, and some that are not."""
@@ -374,6 +358,9 @@ def model(vllm: Any, gpu: DispatchDevice, monkeypatch: pytest.MonkeyPatch) -> to
     imported("vllm.v1.worker.gpu_worker")
     deepseek = base(rand(2112, 7168))
     deepseek._use_min_latency_gemm = True
+    gated = attention("fp8", fp8_query=False, rope=True)
+    gated._gate_events = (None, None)
+    gated.fused_qkv_a_g_proj = base(rand(3648, 7168), quant_method=plans({}, {}))
     return torch.nn.ModuleList(
         [
             base(rand(N, K)),
@@ -384,7 +371,7 @@ def model(vllm: Any, gpu: DispatchDevice, monkeypatch: pytest.MonkeyPatch) -> to
             heads.VocabParallelEmbedding(rand(64, K)),
             heads.ParallelLMHead(rand(20480, 512)),
             deepseek,
-            attention("fp8", fp8_query=False, rope=True),
+            gated,
         ]
     )
 
@@ -414,9 +401,10 @@ def test_what_is_warmed_up(vllm: Any, model: Any, caplog: pytest.LogCaptureFixtu
     linear = {**product, "tokens": [8, 4, 1], "residual": False}
     every = list(range(1, 65))
     form = {"dtype": "bfloat16", "kv_cache": "fp8", "rope": True}
+    whole, parts = (3648, 7168), [(2112, 7168), (1536, 7168)]
     assert found == [
-        ("low_latency_linear", {**linear, "shapes": [(N, K), (1536, 128), (2112, 7168)]}),
-        ("low_latency_linear", {**linear, "shapes": [(1536, 128)]}),
+        ("low_latency_linear", {**linear, "shapes": [(N, K), (1536, 128), (2112, 7168), whole]}),
+        ("low_latency_linear", {**linear, "shapes": [(1536, 128), whole, *parts]}),
         ("low_latency_linear", {**linear, "shapes": [(20480, 512)], "tokens": every}),
         ("low_latency_linear", {**linear, "shapes": [(1536, 128)], "residual": True}),
         (

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import oracle
 import pytest
 import slow_kernels
 import torch
 from gemm_helpers import fresh_plans
-from vllm_helpers import call_of, imported, vllm
+from vllm_helpers import Worker, call_of, imported, vllm
 
 import k3cupy
 from k3cupy.engines import vllm_facts as facts
@@ -25,6 +26,7 @@ pytestmark = [
 ]
 INSERTS = [name for name in facts.OPERATORS if name.endswith("insert")]
 FORMS = [(name, False) for name in facts.OPERATORS] + [(name, True) for name in INSERTS]
+DECODE = "fused_kimi_k3_mla_decode_q_concat_kv_cache_insert"
 LINEAR = facts.target_of(facts.LINEAR)
 
 
@@ -65,7 +67,7 @@ def test_a_capture_before_and_behind_the_first_call(on_gpu: Any, tmp_path: Path)
         for served in (0, 2):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                call()
+                call.run()
             output.zero_()
             mat_a.mul_(2)
             graph.replay()
@@ -75,7 +77,7 @@ def test_a_capture_before_and_behind_the_first_call(on_gpu: Any, tmp_path: Path)
             row = on_gpu.report()[facts.GEMM]
             assert row.served == served
             assert sum(row.handed_back.values()) == 1
-            call()
+            call.run()
     assert "captur" in next(iter(on_gpu.report()[facts.GEMM].handed_back))
 
 
@@ -95,6 +97,38 @@ def test_a_compiled_layer_runs_our_kernel(on_gpu: Any) -> None:
     assert set(kernels) == {4, 65}
     assert kernels[65] == "linear"
     torch._dynamo.reset()
+
+
+def test_a_worker_that_was_warmed_up_captures_our_kernels(on_gpu: Any, tmp_path: Path) -> None:
+    """Without any call before: the sizes that graphs are captured of are ready, and the decode."""
+    imported()
+    decode = call_of(DECODE, rope=True, device="cuda")
+    want = decode()
+    on_gpu.install()
+    base, mla = imported(facts.LINEAR).LinearBase, imported(facts.DECODE_CONCAT)
+    worker = imported("vllm.v1.worker.gpu_worker")
+    layer = base(torch.randn(2304, 1536).bfloat16()).cuda()
+    attention = mla.MultiHeadLatentAttention("auto", torch.empty(0), rope=True)
+    x = torch.randn(4, 1536, device="cuda").bfloat16()
+    with fresh_plans(tmp_path), torch.inference_mode():
+        worker.start(Worker(torch.nn.ModuleList([layer, attention]), [512, 4, 1]))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = layer(x)
+            decode.run()
+        for written in decode.written:
+            written.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = torch.nn.functional.linear(x, layer.weight)
+        torch.testing.assert_close(out, expected, rtol=2**-6, atol=2**-2)
+    report = on_gpu.report()
+    assert (report[LINEAR].served, dict(report[LINEAR].handed_back)) == (1, {})
+    assert (report[DECODE].served, dict(report[DECODE].handed_back)) == (1, {})
+    query, cache = map(oracle.bits, decode.written)
+    assert torch.equal(query, want[0])
+    assert torch.equal(cache[0, 4], want[1][0, 4])
+    assert torch.equal(cache[1, 1], want[1][1, 1])
 
 
 def test_the_override_costs_at_most_8_us(on_gpu: Any) -> None:

@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import oracle
@@ -62,9 +63,13 @@ class Call(NamedTuple):
     args: tuple[Any, ...]
     written: tuple[torch.Tensor, ...]
 
+    def run(self) -> None:
+        """Call the operator."""
+        getattr(torch.ops._C, self.name)(*self.args)
+
     def __call__(self) -> list[torch.Tensor]:
         """Call the operator and return the bits of what it may have written."""
-        getattr(torch.ops._C, self.name)(*self.args)
+        self.run()
         return [oracle.bits(t) for t in self.written]
 
 
@@ -120,3 +125,18 @@ def quarter_turns() -> torch.Tensor:
     cos = torch.tensor([1.0, 0.0, -1.0, 0.0]).repeat_interleave(32).reshape(4, 32)
     sin = torch.tensor([0.0, 1.0, 0.0, -1.0]).repeat_interleave(32).reshape(4, 32)
     return torch.cat((cos, sin), -1).to(table.dtype)
+
+
+class Worker:
+    """What vLLM's warm-up is given."""
+
+    def __init__(self, model: torch.nn.Module, sizes: Any) -> None:
+        compilation = SimpleNamespace(cudagraph_capture_sizes=sizes)
+        model_config = SimpleNamespace(dtype=torch.bfloat16)
+        self.vllm_config = SimpleNamespace(
+            compilation_config=compilation, model_config=model_config
+        )
+        self._model = model
+
+    def get_model(self) -> torch.nn.Module:
+        return self._model

@@ -61,28 +61,36 @@ def needs(worker: Any, installed: Collection[str], modes: Modes) -> Iterator[Nee
     linears = _with_method(modules, facts.LINEAR)
     plans = [module for module in linears if hasattr(module.quant_method, "_plan")]
     heads = [m for m in _with_method(modules, facts.LM_HEAD) if _is_head(m)]
-    for dotted, found, counts in (
-        (facts.LINEAR, linears, tokens),
-        (facts.RUN_PLAN, plans, tokens),
-        (facts.LM_HEAD, heads, list(_ALL)),
+    attentions = [
+        module for module in modules if isinstance(module, _class_of(facts.DECODE_CONCAT))
+    ]
+    for dotted, shapes, counts in (
+        (facts.LINEAR, _shapes(linears), tokens),
+        (facts.RUN_PLAN, [*_shapes(plans), *_slices(attentions)], tokens),
+        (facts.LM_HEAD, _shapes(heads), list(_ALL)),
     ):
         if facts.target_of(dotted) in installed:
-            yield from _products(found, counts, False, modes)
+            yield from _products(shapes, counts, False, modes)
     if facts.target_of(facts.WITH_RESIDUAL) in installed:
         added = [m for m in plans if getattr(m.quant_method, "_residual_plan", None)]
-        yield from _products(added, tokens, True, modes)
+        yield from _products(_shapes(added), tokens, True, modes)
     if facts.GEMM in installed:
         yield from _of_gemm(modules, plans, tokens, modes)
-    yield from _of_epilogues(worker, modules, installed, modes)
+    yield from _of_epilogues(worker, attentions, installed, modes)
 
 
 _ALL = range(1, MAX_TOKENS + 1)
 
 
+def _class_of(dotted: str) -> Any:
+    """Return the class that a target is a method of, or none where vLLM has not imported it."""
+    home, _, path = dotted.partition(":")
+    return getattr(sys.modules.get(home), path.partition(".")[0], ())
+
+
 def _with_method(modules: Iterable[Any], dotted: str) -> list[Any]:
     """Return the modules whose method is of the class of a target."""
-    home, _, path = dotted.partition(":")
-    kind = getattr(sys.modules.get(home), path.partition(".")[0], ())
+    kind = _class_of(dotted)
     return [module for module in modules if isinstance(getattr(module, "quant_method", None), kind)]
 
 
@@ -99,10 +107,21 @@ def _shapes(modules: Iterable[Any]) -> list[tuple[int, int]]:
     return list(dict.fromkeys((n, k) for n, k in (shape for shape in found if len(shape) == 2)))
 
 
+def _slices(attentions: Iterable[Any]) -> list[tuple[int, int]]:
+    """Return (N, K) of the two parts of one weight that an attention uses on two streams."""
+    found: dict[tuple[int, int], None] = {}
+    for layer in attentions:
+        if layer._gate_events is not None:
+            for n, k in _shapes([layer.fused_qkv_a_g_proj]):
+                first = layer.q_lora_rank + layer.kv_lora_rank + layer.qk_rope_head_dim
+                found |= {(first, k): None, (n - first, k): None}
+    return list(found)
+
+
 def _products(
-    modules: list[Any], tokens: list[int], residual: bool, modes: Modes
+    every: list[tuple[int, int]], tokens: list[int], residual: bool, modes: Modes
 ) -> Iterator[Need]:
-    shapes = [shape for shape in _shapes(modules) if planned(*shape, modes.batch_invariant)]
+    shapes = [shape for shape in every if planned(*shape, modes.batch_invariant)]
     if shapes:
         options: dict[str, Any] = {"shapes": shapes, "tokens": tokens, "residual": residual}
         options |= {"weight_is_static": True, "batch_invariant": modes.batch_invariant}
@@ -131,10 +150,8 @@ _MOST_OF_VLLM = 16
 
 
 def _of_epilogues(
-    worker: Any, modules: list[Any], installed: Collection[str], modes: Modes
+    worker: Any, attentions: list[Any], installed: Collection[str], modes: Modes
 ) -> Iterator[Need]:
-    home, _, path = facts.DECODE_CONCAT.partition(":")
-    kind = getattr(sys.modules.get(home), path.partition(".")[0], ())
     dtype = str(worker.vllm_config.model_config.dtype).removeprefix("torch.")
     epilogues = [name for name in installed if name in facts.OPERATORS and name != facts.GEMM]
     decode = any("_decode_" in name for name in epilogues)
@@ -142,8 +159,7 @@ def _of_epilogues(
     concat = facts.target_of(facts.DECODE_CONCAT) in installed
     forms = dict.fromkeys(
         (layer.kv_cache_dtype, layer.rotary_emb is not None, layer.impl.supports_quant_query_input)
-        for layer in modules
-        if isinstance(layer, kind)
+        for layer in attentions
     )
     for name, rope, fp8_query in forms:
         cache = _CACHES.get(name)

@@ -12,6 +12,8 @@ class MultiHeadLatentAttention(torch.nn.Module):
         self.kv_cache_dtype, self.kv_cache = kv_cache_dtype, kv_cache
         self.impl = SimpleNamespace(supports_quant_query_input=fp8_query)
         self.rotary_emb = object() if rope else None
+        self._gate_events = self.fused_qkv_a_g_proj = None
+        self.q_lora_rank, self.kv_lora_rank, self.qk_rope_head_dim = 1536, 512, 64
         self._q_scale = torch.tensor(2.0)
         self._q_scale_inv, self._k_scale_inv = torch.tensor([0.5]), torch.tensor([0.25])
 
