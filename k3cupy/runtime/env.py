@@ -8,6 +8,7 @@
 | K3CUPY_CACHE_DIR       | where measurements of this machine's GPUs are kept         | once      |
 | K3CUPY_VLLM            | on, or the targets of vLLM that we stand in for            | at start  |
 | K3CUPY_VLLM_KV_READY   | on: the promise ``kv_inputs_ready`` for vLLM's decode      | at start  |
+| K3CUPY_SGLANG          | on, or the targets of SGLang that we stand in for          | at start  |
 
 ``1``, ``true``, ``on`` and ``yes`` are on; ``0``, ``false``, ``off``, ``no`` and an empty text off.
 Compiled binaries are kept in CuPy's cache folder, which CUPY_CACHE_DIR names.
@@ -27,6 +28,7 @@ values: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
 SOURCE_DIR = os.environ.encodekey("K3CUPY_SOURCE_DIR")
 CHECK = os.environ.encodekey("K3CUPY_CHECK")
 BATCH_INVARIANT = os.environ.encodekey("K3CUPY_BATCH_INVARIANT")
+SGLANG = "K3CUPY_SGLANG"
 
 
 _OFF, _ON = ("0", "false", "off", "no"), ("1", "true", "on", "yes")
@@ -72,6 +74,11 @@ def vllm_kv_ready() -> bool:
         ValueError: it is neither on nor off.
     """
     return _flag("K3CUPY_VLLM_KV_READY")
+
+
+def sglang_targets() -> tuple[str, ...] | None:
+    """Return what K3CUPY_SGLANG names, () for everything, None for nothing."""
+    return _names(SGLANG)
 
 
 def _names(name: str) -> tuple[str, ...] | None:
