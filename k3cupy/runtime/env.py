@@ -6,6 +6,7 @@
 | K3CUPY_CHECK           | on: verify slots and positions on the device (waits)       | each call |
 | K3CUPY_BATCH_INVARIANT | on: batch-invariant products in low-latency linear         | each call |
 | K3CUPY_CACHE_DIR       | where measurements of this machine's GPUs are kept         | once      |
+| K3CUPY_SGLANG          | on, or the targets of SGLang that we stand in for          | at start  |
 
 ``1``, ``true``, ``on`` and ``yes`` are on; ``0``, ``false``, ``off``, ``no`` and an empty text off.
 Compiled binaries are kept in CuPy's cache folder, which CUPY_CACHE_DIR names.
@@ -25,6 +26,7 @@ values: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
 SOURCE_DIR = os.environ.encodekey("K3CUPY_SOURCE_DIR")
 CHECK = os.environ.encodekey("K3CUPY_CHECK")
 BATCH_INVARIANT = os.environ.encodekey("K3CUPY_BATCH_INVARIANT")
+SGLANG = "K3CUPY_SGLANG"
 
 
 _OFF, _ON = ("0", "false", "off", "no"), ("1", "true", "on", "yes")
@@ -56,6 +58,19 @@ def batch_invariant() -> bool:
 def cache_dir() -> str | None:
     """Return the directory named by K3CUPY_CACHE_DIR, or None."""
     return _folder("K3CUPY_CACHE_DIR")
+
+
+def sglang_targets() -> tuple[str, ...] | None:
+    """Return what K3CUPY_SGLANG names, () for everything, None for nothing."""
+    return _names(SGLANG)
+
+
+def _names(name: str) -> tuple[str, ...] | None:
+    value = os.environ.get(name, "").strip()
+    if value.lower() in ("", *_OFF):
+        return None
+    names = (part.strip() for part in value.split(","))
+    return () if value.lower() in _ON else tuple(filter(None, names))
 
 
 def _folder(name: str) -> str | None:
