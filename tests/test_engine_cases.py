@@ -1,6 +1,7 @@
-"""Cases of the engines' own kernel tests, where no GPU is: what is launched, for whom, and where.
+"""Cases of the engines' own kernel tests: what is launched, for whom and where, and what comes out.
 
-What comes out of the same calls is looked at in ``test_gemms_gpu``.
+What comes out of two streams and of one buffer for x and residual is looked at in
+``test_gemms_gpu``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import pytest
 import torch
 from dispatch_helpers import planned
 from fake_device import A100, B200, GB300, GPUS, H200, FakeDevice
-from gemm_helpers import unread
+from gemm_helpers import assert_product, normal, unread
+from helpers import BF16
+from stream_helpers import captured
 
 import k3cupy
 from k3cupy.runtime import streams
@@ -42,9 +45,13 @@ class Streams:
 def test_case44_each_product_goes_to_the_stream_of_its_call(
     linear: Callable[..., Any], fake_device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """QKVG beside F_AB, and F_B on the first columns of F_AB: once, then inside a capture."""
+    """QKVG beside F_AB, and F_B on the first columns of F_AB: once, then inside a capture.
+
+    The first two weights are rows of one.
+    """
     side = Streams(monkeypatch)
-    qkvg, f_ab, f_b = unread(6144, 7168), unread(144, 7168), unread(1536, 128)
+    packed, f_b = unread(6288, 7168), unread(1536, 128)
+    qkvg, f_ab = packed[:6144], packed[6144:]
 
     def layer(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         wide = linear(x, qkvg, weight_is_static=True)
@@ -149,3 +156,44 @@ def test_the_selector_knows_where_its_answer_is_from() -> None:
     origins = {gpu.arch: planned(2112, 7168, 4, gpu).origin for gpu in (A100, H200, B200, GB300)}
     assert origins == {"sm_80": "rule", "sm_90": "shipped", "sm_100": "public", "sm_103": "public"}
     assert planned(1234, 5680, 1, GB300).origin == "rule"
+
+
+# --- On a GPU ------------------------------------------------------------------------------------
+
+TINY = ((256, 7168), (384, 7168), (256, 4096), (896, 7168), (144, 7168), (1536, 128))
+"""The weights of SGLang's tiny GEMM: routers, and the gate projections of Kimi-K3."""
+
+FUSED_A = ((2112, 7168), (2624, 6144), (4096, 2048))
+"""Those of its fused-A GEMM: q_a and kv_a of DeepSeek-V3 and GLM-5.2, and one of the widest."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "k"), TINY)
+@pytest.mark.parametrize("out_dtype", [None, torch.float32])
+def test_weights_of_the_tiny_gemm(n: int, k: int, out_dtype: Any) -> None:
+    """By the fused-A GEMM, and by the linear, where that is a kernel of ours."""
+    weight = normal((n, k), 1, "cuda")
+    modes = {"weight_is_static": True, "out_dtype": out_dtype}
+    for tokens in (1, 2, 4, 7, 8, 16):
+        x = normal((tokens, k), tokens, "cuda")
+        outs = [k3cupy.fused_a_gemm(x, weight, **modes)]
+        outs.append(k3cupy.try_low_latency_gemm(x, weight, **modes))
+        for out in outs:
+            assert out is None or out.dtype == (out_dtype or BF16)
+            if out is not None:
+                assert_product(out, x, weight, out_dtype=out_dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "k"), FUSED_A)
+def test_the_fused_a_gemm_in_sglangs_order_and_in_a_graph(n: int, k: int) -> None:
+    """On both sides of 8 tokens, where its kernel changes its tile."""
+    weight = normal((n, k), 1, "cuda")
+    for tokens in (1, 8, 9, 16):
+        x = normal((tokens, k), tokens, "cuda")
+        assert_product(k3cupy.dsv3_fused_a_gemm(x, weight.T), x, weight)
+        graph, out = captured(lambda: k3cupy.dsv3_fused_a_gemm(x, weight.T))  # noqa: B023
+        x.copy_(normal(x.shape, 100 + tokens, "cuda"))
+        out.fill_(float("nan"))
+        graph.replay()
+        assert_product(out, x, weight)

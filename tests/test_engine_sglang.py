@@ -17,7 +17,7 @@ import sglang_helpers
 import torch
 from dispatch_helpers import DispatchDevice
 from fake_device import H200, CudaTensor
-from gemm_helpers import assert_product, normal
+from gemm_helpers import assert_product, normal, product
 from helpers import BF16, E4M3, random_values
 from stream_helpers import captured
 from torch import nn
@@ -672,9 +672,11 @@ def test_the_front_of_a_kda_layer(engine: Engine) -> None:
             for each in out:
                 each.fill_(float("nan"))
             graph.replay()
-            assert_product(out[0], x, qkvg)
-            assert_product(out[1], x, bfa)
-            assert_product(out[2], out[1][:, :128], f_b)
+            for got, given, weight in zip(
+                out, (x, x, out[1][:, :128]), (qkvg, bfa, f_b), strict=True
+            ):
+                want = product(given, weight)  # cuBLAS may round its partial sums
+                assert (got.double() - want).norm() < 0.01 * want.norm()
     row = sglang.report()["kimi_k3_tiny_gemm"]
     assert row.served + calls.total() == 4 * 3 * 2
     assert row.served, "no call ran a kernel of ours"
