@@ -146,7 +146,7 @@ def test_the_selector_of_a_gpu_with_public_figures(gpu: DeviceInfo) -> None:
 @pytest.mark.parametrize("has_residual", [False, True])
 def test_the_selector_names_what_a_call_runs(gpu: DeviceInfo, has_residual: bool) -> None:
     for n, k in SHAPES:
-        for tokens in (1, 4, 9, 16, 64):
+        for tokens in (1, 9, 64):
             named = k3cupy.select_backend(tokens, n, k, device=gpu, has_residual=has_residual)
             choice = planned(n, k, tokens, gpu, has_residual=has_residual)
             assert (named or "linear") == choice.kernel, (n, k, tokens)

@@ -6,6 +6,7 @@ import importlib
 import logging
 import re
 import sys
+import timeit
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -715,3 +716,24 @@ def test_the_decode_epilogue_in_a_graph(fp8: bool, engine: Engine) -> None:
         graph.replay()
         batch.check(query, before)
     assert sglang.report()[DECODE_FP8 if fp8 else DECODE].handed_back == {}
+
+
+@pytest.mark.gpu
+def test_what_a_hook_costs_on_the_host(engine: Engine) -> None:
+    """On top of the direct call, SGLang's own wrapper around the hook included."""
+    engine()
+    sglang.install()
+    load("sglang.srt.runtime_context").publish(False)
+    hooked = load(f"{GEMM}.fused_a_gemm").dsv3_fused_a_gemm
+    x, weight = normal((4, 128), 1, "cuda"), normal((N, 128), 2, "cuda")
+    calls = {
+        "direct": lambda: k3cupy.fused_a_gemm(x, weight.T.T, weight_is_static=True),
+        "hooked": lambda: hooked(x, weight.T),
+    }
+    best = dict.fromkeys(calls, float("inf"))
+    for _ in range(20):  # in turn, so that both see the same machine
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            best[name] = min(best[name], timeit.timeit(call, number=100) / 100 * 1e6)
+    print({name: f"{us:.2f} us" for name, us in best.items()})
+    assert best["hooked"] - best["direct"] < 8
