@@ -8,8 +8,21 @@ and modules that hold the function by value get the hook too.
 
 from __future__ import annotations
 
+import importlib
+import sys
 import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from helpers import BF16, E4M3, random_values
+
+from k3cupy.engines import sglang, sglang_facts
+from k3cupy.engines.report import Target
 
 _REGISTRY = """
     import enum
@@ -256,3 +269,97 @@ def written(folder: Path, **edits: tuple[str, str]) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text.replace(old, new) if old else text, encoding="utf-8")
     return folder
+
+
+# --- For the tests -------------------------------------------------------------------------------
+
+GEMM, TARGETS = "sglang.kernels.ops.gemm", tuple(sglang_facts.TARGETS)
+DECODE, DECODE_FP8 = TARGETS[3:]
+NOT_ASKED = "it was not asked for"
+HEADS, PAGES = 3, 40
+F_B = (1536, 128)
+"""A weight that SGLang has a kernel for, and our table too: f_b of Kimi-K3."""
+
+
+def load(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def forget_sglang() -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sglang"]:
+        del sys.modules[name]
+
+
+Engine = Callable[..., Any]
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """Writes the package, with edits, and imports it; what we know of it begins anew."""
+    monkeypatch.setattr(sglang, "_targets", {n: Target(n, NOT_ASKED) for n in TARGETS})
+    for name, empty in {"_hooked": {}, "_reasons": {}, "_compiled": set()}.items():
+        monkeypatch.setattr(sglang, name, empty)
+    monkeypatch.delenv("K3CUPY_SGLANG", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    forget_sglang()
+
+    def make(**edits: tuple[str, str]) -> Any:
+        written(tmp_path, **edits)
+        importlib.invalidate_caches()
+        return load("sglang")
+
+    with torch.no_grad():
+        yield make
+    forget_sglang()
+
+
+class Decode:
+    """A decode batch: what SGLang's backend is given, and what it must return and write.
+
+    With ``joined`` the two parts of a key, and of a query, lie in one row, as SGLang's own test has
+    them; else each is a tensor of its own, or a slice of what a projection gave.
+    """
+
+    def __init__(
+        self,
+        tokens: int = 5,
+        *,
+        fp8: bool = False,
+        row: int = 576,
+        joined: bool = False,
+        device: str = "cpu",
+    ) -> None:
+        self.layer = SimpleNamespace(tp_q_head_num=HEADS, v_head_dim=512, head_dim=576, layer_id=7)
+        q = random_values((tokens, HEADS, 576), BF16, 1).to(device)
+        k = random_values((tokens, 1, 576), BF16, 2).to(device)
+        wide = random_values((tokens, HEADS, 192), BF16, 3).to(device)
+        self.q = q[..., :512] if joined else q[..., :512].reshape(tokens, HEADS * 512)
+        self.q_rope = q[..., 512:] if joined else wide[..., 128:]
+        self.k, self.k_rope = k.split([512, 64], -1)
+        if not joined:
+            self.k, self.k_rope = self.k.contiguous(), self.k_rope.contiguous()
+        self.loc = torch.randperm(PAGES)[:tokens].to(device)
+        self.kind = E4M3 if fp8 else BF16
+        bits = torch.uint8 if fp8 else torch.int16
+        self.storage = (torch.arange(PAGES * row, device=device) % 120).to(bits).view(PAGES, row)
+        self.pool = self.storage.view(self.kind)[:, :576].unsqueeze(1)
+        self.fp8 = fp8
+
+    def run(self) -> Any:
+        module = load("sglang.srt.layers.attention.trtllm_mla_backend")
+        backend = module.TRTLLMMLABackend(SimpleNamespace(get_key_buffer=lambda _: self.pool))
+        name = "_set_kv_and_concat_q_fp8_fused" if self.fp8 else "_set_kv_and_concat_q_fused"
+        given = ("layer", "loc", "k", "k_rope", "q", "q_rope")
+        return getattr(backend, name)(**{each: getattr(self, each) for each in given})
+
+    def check(self, query: torch.Tensor, before: torch.Tensor) -> None:
+        q = torch.cat((self.q.view(-1, HEADS, 512), self.q_rope), -1)
+        rows = torch.cat((self.k, self.k_rope), -1).flatten(1)
+        oracle.assert_same_bits(oracle.bits(query), oracle.bits(saturated(q, self.kind)), "query")
+        want = before.clone()
+        want[self.loc.long(), :576] = saturated(rows, self.kind).view(want.dtype)
+        oracle.assert_same_bits(self.storage.cpu(), want.cpu(), "cache")
+
+
+def saturated(values: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    return values.clamp(-448, 448).to(kind) if kind is E4M3 else values

@@ -6,64 +6,36 @@ import importlib
 import logging
 import re
 import sys
-import timeit
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import oracle
 import pytest
-import sglang_helpers
 import torch
 from dispatch_helpers import DispatchDevice
 from fake_device import H200, CudaTensor
-from gemm_helpers import assert_product, normal, product
-from helpers import BF16, E4M3, random_values
-from stream_helpers import captured
+from gemm_helpers import assert_product, normal
+from helpers import BF16
+from sglang_helpers import (
+    DECODE,
+    DECODE_FP8,
+    F_B,
+    GEMM,
+    NOT_ASKED,
+    TARGETS,
+    Decode,
+    Engine,
+    engine,
+    load,
+)
 from torch import nn
 
 import k3cupy
 from k3cupy.engines import sglang, sglang_facts
-from k3cupy.engines.report import Target
 from k3cupy.ops import warmup
 
-GEMM, TARGETS = "sglang.kernels.ops.gemm", tuple(sglang_facts.TARGETS)
-DECODE, DECODE_FP8 = TARGETS[3:]
-NOT_ASKED = "it was not asked for"
-N, K, HEADS, PAGES = 48, 256, 3, 40
-
-
-def load(name: str) -> Any:
-    return importlib.import_module(name)
-
-
-def forget_sglang() -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "sglang"]:
-        del sys.modules[name]
-
-
-Engine = Callable[..., Any]
-
-
-@pytest.fixture
-def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    """Writes the package, with edits, and imports it; what we know of it begins anew."""
-    monkeypatch.setattr(sglang, "_targets", {n: Target(n, NOT_ASKED) for n in TARGETS})
-    for name, empty in {"_hooked": {}, "_reasons": {}, "_compiled": set()}.items():
-        monkeypatch.setattr(sglang, name, empty)
-    monkeypatch.delenv("K3CUPY_SGLANG", raising=False)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    forget_sglang()
-
-    def make(**edits: tuple[str, str]) -> Any:
-        sglang_helpers.written(tmp_path, **edits)
-        importlib.invalidate_caches()
-        return load("sglang")
-
-    with torch.no_grad():
-        yield make
-    forget_sglang()
+N, K = 48, 256
+__all__ = ["engine"]
 
 
 def serve() -> None:
@@ -81,58 +53,6 @@ class Layer(nn.Linear):
 
 def layer(n: int = N, k: int = K, **options: Any) -> Layer:
     return Layer(k, n, **{"bias": False, "dtype": BF16, **options})
-
-
-class Decode:
-    """A decode batch: what SGLang's backend is given, and what it must return and write.
-
-    With ``joined`` the two parts of a key, and of a query, lie in one row, as SGLang's own test has
-    them; else each is a tensor of its own, or a slice of what a projection gave.
-    """
-
-    def __init__(
-        self,
-        tokens: int = 5,
-        *,
-        fp8: bool = False,
-        row: int = 576,
-        joined: bool = False,
-        device: str = "cpu",
-    ) -> None:
-        self.layer = SimpleNamespace(tp_q_head_num=HEADS, v_head_dim=512, head_dim=576, layer_id=7)
-        q = random_values((tokens, HEADS, 576), BF16, 1).to(device)
-        k = random_values((tokens, 1, 576), BF16, 2).to(device)
-        wide = random_values((tokens, HEADS, 192), BF16, 3).to(device)
-        self.q = q[..., :512] if joined else q[..., :512].reshape(tokens, HEADS * 512)
-        self.q_rope = q[..., 512:] if joined else wide[..., 128:]
-        self.k, self.k_rope = k.split([512, 64], -1)
-        if not joined:
-            self.k, self.k_rope = self.k.contiguous(), self.k_rope.contiguous()
-        self.loc = torch.randperm(PAGES)[:tokens].to(device)
-        self.kind = E4M3 if fp8 else BF16
-        bits = torch.uint8 if fp8 else torch.int16
-        self.storage = (torch.arange(PAGES * row, device=device) % 120).to(bits).view(PAGES, row)
-        self.pool = self.storage.view(self.kind)[:, :576].unsqueeze(1)
-        self.fp8 = fp8
-
-    def run(self) -> Any:
-        module = load("sglang.srt.layers.attention.trtllm_mla_backend")
-        backend = module.TRTLLMMLABackend(SimpleNamespace(get_key_buffer=lambda _: self.pool))
-        name = "_set_kv_and_concat_q_fp8_fused" if self.fp8 else "_set_kv_and_concat_q_fused"
-        given = ("layer", "loc", "k", "k_rope", "q", "q_rope")
-        return getattr(backend, name)(**{each: getattr(self, each) for each in given})
-
-    def check(self, query: torch.Tensor, before: torch.Tensor) -> None:
-        q = torch.cat((self.q.view(-1, HEADS, 512), self.q_rope), -1)
-        rows = torch.cat((self.k, self.k_rope), -1).flatten(1)
-        oracle.assert_same_bits(oracle.bits(query), oracle.bits(saturated(q, self.kind)), "query")
-        want = before.clone()
-        want[self.loc.long(), :576] = saturated(rows, self.kind).view(want.dtype)
-        oracle.assert_same_bits(self.storage.cpu(), want.cpu(), "cache")
-
-
-def saturated(values: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-    return values.clamp(-448, 448).to(kind) if kind is E4M3 else values
 
 
 # --- Switched on and off -------------------------------------------------------------------------
@@ -520,9 +440,6 @@ def test_a_compiler_that_traces_gets_sglangs_function(engine: Engine) -> None:
 
 # --- On a GPU that is none -----------------------------------------------------------------------
 
-F_B = (1536, 128)
-"""One of the shapes that SGLang has a kernel for, and our table has one too."""
-
 
 @pytest.fixture
 def gpu(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> tuple[DispatchDevice, ModuleType]:
@@ -631,109 +548,3 @@ def test_a_reason_is_asked_once(
     (reason,) = sglang.report()["kimi_k3_tiny_gemm"].handed_back.items()
     assert reason == ("x: expected bfloat16, got float32", 3)
     assert len(asked) == 1
-
-
-# --- On a GPU ------------------------------------------------------------------------------------
-
-
-def as_sglang_captures(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Run twice, then capture: its backend of full graphs does so for every size of batch."""
-    for _ in range(2):
-        run()
-    torch.cuda.synchronize()
-    return captured(run)
-
-
-@pytest.mark.gpu
-def test_the_front_of_a_kda_layer(engine: Engine) -> None:
-    """As the model runs it: [f_a | b] and f_b on a side stream, beside the wide projection."""
-    calls = engine().calls
-    sglang.install()
-    gemm = load(GEMM).kimi_k3_tiny_gemm
-    qkvg, bfa, f_b = (
-        normal(shape, seed, "cuda") for seed, shape in enumerate([(6144, 7168), (144, 7168), F_B])
-    )
-    side = torch.cuda.Stream()
-
-    def layer(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        main = torch.cuda.current_stream()
-        side.wait_stream(main)
-        wide = nn.functional.linear(x, qkvg)
-        with torch.cuda.stream(side):
-            narrow = gemm(x, bfa)
-            gate = gemm(narrow[:, :128], f_b)
-        main.wait_stream(side)
-        return wide, narrow, gate
-
-    for tokens in (16, 8, 4, 1):
-        x = normal((tokens, 7168), tokens, "cuda")
-        graph, out = as_sglang_captures(lambda: layer(x))  # noqa: B023
-        for seed in range(3):
-            x.copy_(normal(x.shape, 100 + seed, "cuda"))
-            for each in out:
-                each.fill_(float("nan"))
-            graph.replay()
-            for got, given, weight in zip(
-                out, (x, x, out[1][:, :128]), (qkvg, bfa, f_b), strict=True
-            ):
-                want = product(given, weight)  # cuBLAS may round its partial sums
-                assert (got.double() - want).norm() < 0.01 * want.norm()
-    row = sglang.report()["kimi_k3_tiny_gemm"]
-    assert row.served + calls.total() == 4 * 3 * 2
-    assert row.served, "no call ran a kernel of ours"
-    assert not any("capturing" in reason for reason in row.handed_back)
-
-
-@pytest.mark.gpu
-def test_no_capture_compiles_behind_the_first_call(engine: Engine) -> None:
-    """The largest batch comes first, and smaller ones only in a capture."""
-    calls = engine().calls
-    sglang.install()
-    run = load(f"{GEMM}.fused_a_gemm").dsv3_fused_a_gemm
-    weight = normal((176, 512), 1, "cuda")
-    run(normal((16, 512), 0, "cuda"), weight.T)
-    for tokens in range(16, 0, -1):
-        x = normal((tokens, 512), tokens, "cuda")
-        graph, out = captured(lambda: run(x, weight.T))  # noqa: B023
-        graph.replay()
-        assert_product(out, x, weight)
-    row = sglang.report()["dsv3_fused_a_gemm"]
-    assert (row.served, row.handed_back, calls.total()) == (17, {}, 0)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("fp8", [False, True])
-def test_the_decode_epilogue_in_a_graph(fp8: bool, engine: Engine) -> None:
-    engine()
-    sglang.install()
-    batch = Decode(32, fp8=fp8, device="cuda")
-    graph, query = as_sglang_captures(batch.run)
-    for seed in range(3):
-        batch.q.copy_(random_values(batch.q.shape, BF16, 10 + seed))
-        batch.loc.copy_(torch.randperm(PAGES)[: len(batch.loc)])
-        before = batch.storage.clone()
-        query.view(torch.uint8).fill_(0xFF)
-        graph.replay()
-        batch.check(query, before)
-    assert sglang.report()[DECODE_FP8 if fp8 else DECODE].handed_back == {}
-
-
-@pytest.mark.gpu
-def test_what_a_hook_costs_on_the_host(engine: Engine) -> None:
-    """On top of the direct call, SGLang's own wrapper around the hook included."""
-    engine()
-    sglang.install()
-    load("sglang.srt.runtime_context").publish(False)
-    hooked = load(f"{GEMM}.fused_a_gemm").dsv3_fused_a_gemm
-    x, weight = normal((4, 128), 1, "cuda"), normal((N, 128), 2, "cuda")
-    calls = {
-        "direct": lambda: k3cupy.fused_a_gemm(x, weight.T.T, weight_is_static=True),
-        "hooked": lambda: hooked(x, weight.T),
-    }
-    best = dict.fromkeys(calls, float("inf"))
-    for _ in range(20):  # in turn, so that both see the same machine
-        for name, call in calls.items():
-            torch.cuda.synchronize()
-            best[name] = min(best[name], timeit.timeit(call, number=100) / 100 * 1e6)
-    print({name: f"{us:.2f} us" for name, us in best.items()})
-    assert best["hooked"] - best["direct"] < 8
