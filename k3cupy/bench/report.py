@@ -14,7 +14,6 @@ from rich.table import Table
 from k3cupy.bench.forms import form_of, key_of
 from k3cupy.runtime.devices import DeviceInfo
 
-
 _WIDTH_OF_FILES = 1000
 """Characters: more than any table has."""
 
