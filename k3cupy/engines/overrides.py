@@ -1,0 +1,72 @@
+"""Standing in for a kernel of an engine's operator, with the engine's own kernel kept at hand."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+Call = Callable[..., Any]
+"""(dispatch keys, the operator's arguments in order) -> its result."""
+
+
+class NotOverridableError(RuntimeError):
+    """An operator is missing, differs from what we know, or this PyTorch cannot; the text says."""
+
+
+class Override:
+    """A kernel of ours in place of the one that an operator has for a dispatch key.
+
+    Whoever calls the operator, by whatever name, then calls ours. It holds until ``undo``.
+
+    Args:
+        name: with its namespace, ``"_C::dsv3_fused_a_gemm"``.
+        schema: name, arguments and result without the namespace, in the words of the engine's
+            source: an operator whose schema differs in anything is left alone.
+        make: (the engine's own kernel) -> ours. Both take the dispatch keys, then the operator's
+            arguments; trailing arguments that have their default values may be left out.
+        key: the dispatch key, ``"CUDA"`` or, in tests, ``"CPU"``.
+
+    Raises:
+        NotOverridableError: see there. Nothing was changed.
+    """
+
+    def __init__(self, name: str, schema: str, make: Callable[[Call], Call], key: str) -> None:
+        import torch
+
+        _check_torch(torch)
+        namespace, _, plain = name.partition("::")
+        _check_schema(torch, name, f"{namespace}::{schema}")
+        try:
+            own = torch.library.get_kernel(name, key)
+        except RuntimeError as error:
+            raise NotOverridableError(f"it has no kernel for {key}: {error}") from error
+        self._library = torch.library.Library(namespace, "IMPL")
+        with warnings.catch_warnings():  # that a kernel was overridden, which is the purpose
+            warnings.simplefilter("ignore")
+            self._library.impl(
+                plain, make(own.call_boxed), key, with_keyset=True, allow_override=True
+            )
+
+    def undo(self) -> None:
+        """Give the operator its own kernel back."""
+        self._library._destroy()
+
+
+def _check_torch(torch: Any) -> None:
+    impl = inspect.signature(torch.library.Library.impl).parameters
+    missing = [f"the argument {a}" for a in ("with_keyset", "allow_override") if a not in impl]
+    if not hasattr(torch.library, "get_kernel"):
+        missing.insert(0, "torch.library.get_kernel")
+    if missing:
+        raise NotOverridableError(f"PyTorch {torch.__version__} has no {missing[0]}")
+
+
+def _check_schema(torch: Any, name: str, expected: str) -> None:
+    try:
+        found = str(torch._C._get_schema(name, ""))
+    except RuntimeError as error:
+        raise NotOverridableError("this build of the engine has no such operator") from error
+    if found != str(torch._C.parse_schema(expected)):  # both in the words of this PyTorch
+        raise NotOverridableError(f"its schema is not the one that we know: {found}")
