@@ -77,7 +77,9 @@ class Timing:
     us: dict[str, float]
 
 
-def make_config(device: torch.device, heads: int | None, layers: int | None) -> DeepseekV3Config:
+def make_config(
+    device: torch.device, heads: int | None, layers: int | None, dense: int | None
+) -> DeepseekV3Config:
     if device.type == "cuda":  # one of eight GPUs, but for the number of layers and of experts
         widths = {
             "vocab_size": 129280 // 8,
@@ -89,7 +91,7 @@ def make_config(device: torch.device, heads: int | None, layers: int | None) -> 
             "q_lora_rank": 1536,
             "num_hidden_layers": layers or 6,
             "num_attention_heads": heads or 16,
-            "first_k_dense_replace": 3,
+            "first_k_dense_replace": 3 if dense is None else dense,
         }
     else:
         widths = {
@@ -102,7 +104,7 @@ def make_config(device: torch.device, heads: int | None, layers: int | None) -> 
             "q_lora_rank": 64,
             "num_hidden_layers": layers or 2,
             "num_attention_heads": heads or 2,
-            "first_k_dense_replace": 1,
+            "first_k_dense_replace": 1 if dense is None else dense,
             "initializer_range": 0.1,  # so small a model would else hardly look at its tokens
         }
     return DeepseekV3Config(
@@ -318,8 +320,12 @@ def show(console: Console, agreements: list[Agreement], times: list[Timing]) -> 
 @click.option(
     "--heads", type=click.IntRange(1), default=None, help="Heads on this GPU. [default: 16]"
 )
+@click.option("--layers", type=click.IntRange(1), default=None, help="[default: 6]")
 @click.option(
-    "--layers", type=click.IntRange(1), default=None, help="[default: 6, of which 3 dense]"
+    "--dense",
+    type=click.IntRange(0),
+    default=None,
+    help="How many of them, the first ones, have no experts. [default: 3]",
 )
 @click.option(
     "--prompt",
@@ -354,6 +360,7 @@ def main(
     batches: tuple[int, ...],
     heads: int | None,
     layers: int | None,
+    dense: int | None,
     prompt_length: int,
     steps: int,
     compiled: bool,
@@ -364,7 +371,7 @@ def main(
     """Run DeepSeek-V3 of transformers with and without k3cupy, compare, and time it."""
     console = Console(soft_wrap=True)
     device = choose_device(device_name)
-    config = make_config(device, heads, layers)
+    config = make_config(device, heads, layers, dense)
     length = prompt_length + max(steps, 2 * WARM + max(REPLAYS, EAGER_STEPS)) + WARM
     length = -(-length // 64) * 64  # the same for both caches
     torch.manual_seed(seed)
@@ -390,6 +397,7 @@ def main(
             times += timings(models, prompt, length, compiled and i == 0)
     size = {
         "layers": config.num_hidden_layers,
+        "dense": min(config.first_k_dense_replace, config.num_hidden_layers),
         "heads": config.num_attention_heads,
         "hidden_size": config.hidden_size,
         "cache_length": length,

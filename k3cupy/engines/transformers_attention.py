@@ -228,8 +228,7 @@ class AbsorbedAttention(DeepseekV3Attention):  # type: ignore[misc]
             bias = torch.zeros_like(seen, dtype=of_scores).masked_fill_(~seen, -torch.inf)
         layer.advance(1)
         out = _attend(query, layer.by_sequence(), bias, self.scaling, self.kv_lora_rank)
-        values = torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)
-        projected: Tensor = self.o_proj(values.reshape(batch, -1))
+        projected: Tensor = self.o_proj(_values(out, w_uv))
         return projected.view(batch, 1, -1)
 
     def _query_and_insert(
@@ -414,6 +413,16 @@ def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each number of the first half with its counterpart of the second."""
     out: Tensor = x * cos + rotate_half(x) * sin
     return out
+
+
+def _values(out: Tensor, w_uv: Tensor) -> Tensor:
+    """Return the heads' values side by side, [B, H * 128], of [B, H, 512] and [H, 128, 512]."""
+    heads, weights = out.transpose(0, 1), w_uv.transpose(1, 2)
+    if is_compiling():
+        return torch.bmm(heads, weights).transpose(0, 1).flatten(1)
+    values = out.new_empty(*out.shape[:2], w_uv.shape[1])
+    torch.bmm(heads, weights, out=values.transpose(0, 1))  # in place: a copy would be a kernel
+    return values.flatten(1)
 
 
 def _attend(query: Tensor, cache: Tensor, bias: Tensor, scaling: float, rank: int) -> Tensor:
