@@ -383,7 +383,8 @@ def main(
     }
     references = {b: in_float32(model, prompt, steps, length) for b, prompt in prompts.items()}
 
-    model.to(torch.bfloat16)
+    for parameter in model.parameters():  # not the buffers: angles and routing want float32
+        parameter.data = parameter.data.to(torch.bfloat16)
     models = {form: copy.deepcopy(model) for form in FORMS}
     counts = sorted(set(batches))
     k3cupy.enable_low_latency_gemm(models["linears"], tokens=counts)

@@ -35,9 +35,11 @@ from transformers_helpers import (
     prompt_of,
     relative_error,
     static_cache,
+    with_weights_of,
 )
 
 from k3cupy.engines import transformers_attention as ours
+from k3cupy.engines import transformers_cache
 from k3cupy.engines.transformers_cache import LatentCache, halves_of, pairs_of
 
 ROW = "attention of model.layers.*.self_attn"
@@ -109,7 +111,7 @@ def test_16_bits_go_through_our_epilogue_and_lose_no_more_than_theirs(
 ) -> None:
     model = model_of(**changes)
     tokens, expected = decode(model, static_cache(model), 4, steps=8)
-    model.to(dtype)
+    with_weights_of(dtype, model)
     own = relative_error(decode(model, static_cache(model), 4, 8, tokens)[1], expected)
     calls = []
     run = ours.fused_mla_decode_q_concat_kv_cache_insert
@@ -307,6 +309,18 @@ def test_the_same_tensors_written_again_are_a_new_step() -> None:
                 h = layer.self_attn(h, rotation, mask, cache)[0]
             assert relative_error(h.float(), expected[step].float()) < 0.03
     assert engine.report()[ROW].served == 6
+
+
+def test_layers_share_what_is_the_same_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    table_of = transformers_cache._table_of
+    monkeypatch.setattr(
+        transformers_cache, "_table_of", lambda rotation: made.append(1) or table_of(rotation)
+    )
+    model = model_of(num_hidden_layers=3)
+    engine.install(model)
+    decode(model, latent_cache(model), 4, steps=5)
+    assert len(made) == 5
 
 
 def test_layers_by_hand_may_leave_the_mask_away() -> None:

@@ -15,7 +15,15 @@ from k3cupy.runtime import instances
 
 pytest.importorskip("transformers")
 
-from transformers_helpers import ROOM, decode, model_of, prompt_of, relative_error, static_cache
+from transformers_helpers import (
+    ROOM,
+    decode,
+    model_of,
+    prompt_of,
+    relative_error,
+    static_cache,
+    with_weights_of,
+)
 
 from k3cupy.engines import transformers_attention as ours
 from k3cupy.engines.transformers_cache import LatentCache, LatentLayer
@@ -62,7 +70,7 @@ def test_16_bits_lose_no_more_than_transformers_own(
 ) -> None:
     model = model_of(device="cuda", rope_interleave=interleave, **WIDE)
     tokens, expected = decode(model, static_cache(model), batch, steps=24)
-    model.to(dtype)
+    with_weights_of(dtype, model)
     own = relative_error(decode(model, static_cache(model), batch, 24, tokens)[1], expected)
     engine.install(model)
     error = relative_error(decode(model, latent_cache(model), batch, 24, tokens)[1], expected)

@@ -46,7 +46,14 @@ def model_of(dtype: torch.dtype = torch.float32, device: str = "cpu", **changes:
     for name, parameter in model.named_parameters():
         if "layernorm" in name:  # ones would not tell one norm from another
             parameter.uniform_(0.5, 1.5)
-    return model.to(device, dtype)
+    return with_weights_of(dtype, model.to(device))
+
+
+def with_weights_of(dtype: torch.dtype, model: Any) -> Any:
+    """The model with its weights in another type; angles stay float32, as in a loaded model."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def static_cache(model: Any) -> StaticCache:
