@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _ENGINE = "transformers"
 _KNOWN = ("hidden_states", "position_embeddings", "attention_mask")
 _CACHE = ("past_key_values", "cache")
-"""How the attention's fourth argument is called, up to 5.23 or so and after."""
+"""What the attention's fourth argument is called; the second in newer versions."""
 
 _MARK = "_enabled_by_engine"
 """In linear layers that ``install`` has enabled."""
@@ -234,7 +234,7 @@ def _check_engine() -> None:
             "pip install 'transformers>=5.17'"
         ) from error
     names = list(inspect.signature(theirs.DeepseekV3Attention.forward).parameters)[1:]
-    if tuple(names[:3]) != _KNOWN or names[3:4] != [n for n in _CACHE if n == names[3]]:
+    if tuple(names[:3]) != _KNOWN or not {*names[3:4]} & {*_CACHE}:
         raise ImportError(
             f"transformers: expected the attention of 5.17 to 5.24, with the arguments "
             f"{', '.join((*_KNOWN, _CACHE[0]))}, got {', '.join(names)}"
