@@ -26,6 +26,7 @@ pytestmark = pytest.mark.gpu
 __all__ = ["copy_late"]
 
 N, K = 528, 1536
+TRACES_SHARES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 BOTH_ORDERS = pytest.mark.parametrize("enabled_first", [True, False], ids=["first", "after"])
 GATHERED = "FSDP gathers its weight for each call, which waits for it"
 
@@ -238,7 +239,9 @@ def test_case50_compiled_shares(mesh: Any) -> None:
     with torch.no_grad():
         for _ in range(2):
             close(run(x), plain(x))
-        assert kernels(lambda: run(x)) == planned(4)
+        ran = kernels(lambda: run(x))
+    # PyTorch 2.11 keeps its own product in the graph: right, and not ours.
+    assert ran == (planned(4) if TRACES_SHARES else [])
 
 
 @BOTH_ORDERS
