@@ -62,9 +62,14 @@ def end_all(processes: Iterable[Process], **how: Any) -> list[dict[str, Any]]:
     return [end(process, **how) for process in processes]
 
 
+def kernels_of(cache: Path) -> list[Path]:
+    return sorted(path for path in cache.iterdir() if path.name != "k3cupy.lock")
+
+
 def check_folder(cache: Path, count: int) -> None:
-    """One whole file an instance, and nothing else."""
-    kept = sorted(cache.iterdir())
+    """One whole file an instance, and nothing else but one lock for them all."""
+    kept = kernels_of(cache)
+    assert set(cache.iterdir()) - set(kept) == {cache / "k3cupy.lock"}
     assert len(kept) == count, kept
     assert all(binaries._read(path) is not None for path in kept)
 
@@ -99,7 +104,7 @@ def test_killed_in_the_middle(moment: str, tmp_path: Path) -> None:
     assert process.stdout.readline() == f"{moment}\n"
     process.kill()
     process.communicate()
-    left = list(tmp_path.iterdir())
+    left = kernels_of(tmp_path)
     assert [path.suffix for path in left] == [".tmp"] * (moment == "renaming")
     for path in left:
         with path.open("r+b") as file:
@@ -131,7 +136,7 @@ def test_killed_at_any_time(tmp_path: Path) -> None:
 def test_in_bad_company(tmp_path: Path) -> None:
     """Files cut short, of something else, and what an older release has left."""
     end(begin(tmp_path))
-    for path, content in zip(sorted(tmp_path.iterdir()), (b"", b"\x7fELF of half a"), strict=True):
+    for path, content in zip(kernels_of(tmp_path), (b"", b"\x7fELF of half a"), strict=True):
         path.write_bytes(content)
     strangers = {
         tmp_path / ("f" * 40 + ".cubin"): b"CuPy's own",

@@ -6,6 +6,8 @@
 | K3CUPY_CHECK           | on: verify slots and positions on the device (waits)       | each call |
 | K3CUPY_BATCH_INVARIANT | on: batch-invariant products in low-latency linear         | each call |
 | K3CUPY_CACHE_DIR       | where measurements of this machine's GPUs are kept         | once      |
+| K3CUPY_BUNDLE          | folders of binaries made by ``k3cupy bundle``              | each load |
+| K3CUPY_NO_COMPILE      | on: what is not ready is an error                          | each load |
 
 ``1``, ``true``, ``on`` and ``yes`` are on; ``0``, ``false``, ``off``, ``no`` and an empty text off.
 Compiled binaries are kept in CuPy's cache folder, which CUPY_CACHE_DIR names.
@@ -51,6 +53,21 @@ def batch_invariant() -> bool:
         ValueError: it is neither on nor off.
     """
     return BATCH_INVARIANT in values and _flag("K3CUPY_BATCH_INVARIANT")
+
+
+def no_compile() -> bool:
+    """Return whether K3CUPY_NO_COMPILE forbids to compile.
+
+    Raises:
+        ValueError: it is neither on nor off.
+    """
+    return _flag("K3CUPY_NO_COMPILE")
+
+
+def bundles() -> tuple[str, ...]:
+    """Return the folders named by K3CUPY_BUNDLE, which are written as PATH's are."""
+    named = os.environ.get("K3CUPY_BUNDLE", "").split(os.pathsep)
+    return tuple(os.path.abspath(os.path.expanduser(folder)) for folder in named if folder)
 
 
 def cache_dir() -> str | None:
