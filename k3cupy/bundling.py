@@ -34,8 +34,8 @@ def instances_of(
     *,
     batch_invariant: bool = False,
     kv_inputs_ready: bool = False,
-) -> list[Instance]:
-    """Return every instance that a model's calls get on a GPU, each once.
+) -> Iterator[Instance]:
+    """Yield every instance that a model's calls get on a GPU, some of them more than once.
 
     Those are the linear layers at every number of tokens, with weights that are static and not,
     packed and strided x, and a residual where the model has one; the decode and prefill epilogues
@@ -51,8 +51,8 @@ def instances_of(
     Raises:
         ValueError: there is no such model, or nothing is known of it at this degree.
     """
-    wanted = _wanted(model, tp, batch_invariant, kv_inputs_ready)
-    return list(dict.fromkeys(one for op, options in wanted for one in wanted_of(op, options)(gpu)))
+    for op, options in _wanted(model, tp, batch_invariant, kv_inputs_ready):
+        yield from wanted_of(op, options)(gpu)
 
 
 def _wanted(
@@ -92,7 +92,7 @@ def make(
     """Compile instances into a folder, which becomes a bundle; no GPU is needed.
 
     Args:
-        instances: what to compile.
+        instances: what to compile, each once.
         model: whose they are, in words.
         gpu: what they are for.
         folder: made where it is not there; a bundle that is there is replaced.

@@ -44,9 +44,10 @@ def bundle(
 
     try:
         here = devices.info(devices.ordinal_of(None)) if gpu is None else devices.named(gpu)
-        wanted = bundling.instances_of(
+        of_calls = bundling.instances_of(
             model, tp, here, batch_invariant=batch_invariant, kv_inputs_ready=kv_inputs_ready
         )
+        wanted = list(dict.fromkeys(of_calls))
         columns = "compiling kernels", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
         with Progress(*columns, console=Console(stderr=True)) as bar:
             task = bar.add_task("", total=len(wanted))

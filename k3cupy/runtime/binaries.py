@@ -80,7 +80,7 @@ def read(folder: Path, key: str) -> bytes | None:
     Raises:
         OSError: there is no such folder, or others can write there.
     """
-    return _read(trusted(folder) / _name(key))
+    return _read(path_in(trusted(folder), key))
 
 
 def write(folder: Path, key: str, content: bytes) -> Path:
@@ -89,7 +89,7 @@ def write(folder: Path, key: str, content: bytes) -> Path:
     Raises:
         OSError: it cannot be written, or others can write there.
     """
-    path = trusted(folder) / _name(key)
+    path = path_in(trusted(folder), key)
     _write(path, content)
     return path
 
@@ -171,8 +171,9 @@ class _Lock:
         return _lock_files.setdefault((os.getpid(), folder), opened)
 
 
-def _name(key: str) -> str:
-    return f"{_PREFIX}{key}.cubin"
+def path_in(folder: Path, key: str) -> Path:
+    """Return the file of a folder that is kept under a key, whether it is there or not."""
+    return folder / f"{_PREFIX}{key}.cubin"
 
 
 def _digest(name: str, content: bytes) -> bytes:

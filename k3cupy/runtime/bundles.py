@@ -95,14 +95,16 @@ def known() -> Known:
 
 def find(instance: Instance, digest: str, gpu: DeviceInfo) -> Found | None:
     """Return the binary of an instance, of sources with a digest; None where no bundle has it."""
-    found = known()
-    for bundle in found.bundles:
-        if bundle.arch == gpu.arch:
-            content = _read(bundle, key_of(instance, digest, gpu.arch))
-            if content is not None:
-                return Found(bundle, content)
-    if found.bundles and all(bundle.arch != gpu.arch for bundle in found.bundles):
-        told = ", ".join(f"{bundle.folder} is for {bundle.arch}" for bundle in found.bundles)
+    given = known()
+    for why in given.refused:
+        _warn_once(f"kernel bundle: not used, {why}; {HINT}")
+    fitting = [bundle for bundle in given.bundles if bundle.arch == gpu.arch]
+    for bundle in fitting:
+        content = _read(bundle, key_of(instance, digest, gpu.arch))
+        if content is not None:
+            return Found(bundle, content)
+    if given.bundles and not fitting:
+        told = ", ".join(f"{bundle.folder} is for {bundle.arch}" for bundle in given.bundles)
         _warn_once(f"kernel bundle: {told}, and not used on {gpu.name}, {gpu.arch}; {HINT}")
     return None
 
@@ -154,26 +156,26 @@ def _known(named: tuple[str, ...], path: tuple[str, ...]) -> Known:
     for folder in dict.fromkeys([*map(Path, named), *_installed()]):
         try:
             found.append(_bundle(folder))
-        except (OSError, RecursionError, TypeError, ValueError) as error:
+        except FileNotFoundError as error:
+            refused.append(f"there is no {error.filename}")
+        except (OSError, RecursionError, ValueError) as error:
             refused.append(f"{folder}: {error}")
-            warn_user(f"kernel bundle: {folder} is not used ({error}); {HINT}", RuntimeWarning)
     return Known(tuple(found), tuple(refused))
 
 
 def _bundle(folder: Path) -> Bundle:
     facts = read_manifest(folder)
-    kernels = facts.get("kernels")
-    if not isinstance(kernels, dict):
-        raise ValueError(f"its {MANIFEST} names no kernels")
-    names = ("package", "model", "gpu", "arch", "compiler")
-    words = {name: str(facts.get(name)) for name in names}
+    kernels, count = facts.get("kernels"), facts.get("instances")
+    words = {n: str(facts.get(n)) for n in ("package", "model", "gpu", "arch", "compiler")}
+    if not isinstance(kernels, dict) or not isinstance(count, int):
+        raise ValueError(f"its {MANIFEST} does not say which kernels it has")
     for source, digest in kernels.items():
         if source not in _sources() or digest != sources.shipped_digest(source):
             raise ValueError(
                 f"its binaries are of other kernels, those of k3cupy {words['package']}: "
                 f"{source} is not that of this package"
             )
-    return Bundle(folder, **words, kernels=kernels, instances=int(facts.get("instances", 0)))
+    return Bundle(folder, **words, kernels=kernels, instances=count)
 
 
 def _sources() -> set[str]:
@@ -193,10 +195,14 @@ def _installed() -> Iterator[Path]:
 
 
 def _read(bundle: Bundle, key: str) -> bytes | None:
+    path = binaries.path_in(bundle.folder, key)
     try:
-        return binaries.read(bundle.folder, key)
-    except OSError as error:  # it was good when the manifest was read
-        _warn_once(f"kernel bundle: {bundle.folder} is not used ({error})")
+        content = binaries.read(bundle.folder, key)
+        if content is None and path.exists():
+            raise PermissionError(f"{path.name} is damaged, or others can write it")
+        return content
+    except OSError as error:
+        _warn_once(f"kernel bundle: not used, {bundle.folder}: {error}")
         return None
 
 

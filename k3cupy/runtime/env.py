@@ -29,6 +29,7 @@ CHECK = os.environ.encodekey("K3CUPY_CHECK")
 BATCH_INVARIANT = os.environ.encodekey("K3CUPY_BATCH_INVARIANT")
 
 
+_OURS = "K3CUPY_"
 _OFF, _ON = ("0", "false", "off", "no"), ("1", "true", "on", "yes")
 
 
@@ -68,6 +69,11 @@ def bundles() -> tuple[str, ...]:
     """Return the folders named by K3CUPY_BUNDLE, which are written as PATH's are."""
     named = os.environ.get("K3CUPY_BUNDLE", "").split(os.pathsep)
     return tuple(os.path.abspath(os.path.expanduser(folder)) for folder in named if folder)
+
+
+def settings() -> dict[str, str]:
+    """Return the variables of k3cupy's own that are set."""
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_OURS)}
 
 
 def cache_dir() -> str | None:
