@@ -32,6 +32,7 @@ RANKS = 8
 _TOKENS, _HEADS, _KIND = 4, 12, "16bit+same"
 _N, _K = 2304, 1536
 _TIMEOUT = 300
+_COMMAND = (sys.executable, "-m", "k3cupy.bench.start")
 
 
 @dataclass
@@ -89,7 +90,7 @@ def _scenario(
         environment.pop(name, None)
     if bundle is not None:
         environment |= {"K3CUPY_BUNDLE": str(bundle), "K3CUPY_NO_COMPILE": "1"}
-    command = [sys.executable, "-m", "k3cupy.bench.start", json.dumps(what)]
+    command = [*_COMMAND, json.dumps(what)]
     begun = time.perf_counter()
     children = [
         subprocess.Popen(

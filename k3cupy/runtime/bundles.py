@@ -143,7 +143,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     status = path.stat()
     if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
         raise ValueError(f"its {MANIFEST} is no manifest")
-    found = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (RecursionError, ValueError) as error:
+        raise ValueError(f"its {MANIFEST} is no JSON ({error})") from error
     if not isinstance(found, dict) or found.get("schema") != _SCHEMA:
         raise ValueError(f"its {MANIFEST} is of another version of k3cupy")
     return found
@@ -158,7 +161,7 @@ def _known(named: tuple[str, ...], path: tuple[str, ...]) -> Known:
             found.append(_bundle(folder))
         except FileNotFoundError as error:
             refused.append(f"there is no {error.filename}")
-        except (OSError, RecursionError, ValueError) as error:
+        except (OSError, ValueError) as error:
             refused.append(f"{folder}: {error}")
     return Known(tuple(found), tuple(refused))
 
