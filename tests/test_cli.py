@@ -39,6 +39,8 @@ KEYS = {
     "nvrtc",
     "headers",
     "cache",
+    "bundles",
+    "variables",
     "sources",
     "python",
     "platform",
