@@ -86,10 +86,10 @@ def _scenario(
 ) -> Entry:
     """Run processes that begin together, and return what they took."""
     environment = {**os.environ, "CUPY_CACHE_DIR": str(cache)}
-    for name in ("CUPY_CACHE_IN_MEMORY", "K3CUPY_BUNDLE", "K3CUPY_NO_COMPILE"):
+    for name in ("CUPY_CACHE_IN_MEMORY", env.BUNDLE, env.NO_COMPILE):
         environment.pop(name, None)
     if bundle is not None:
-        environment |= {"K3CUPY_BUNDLE": str(bundle), "K3CUPY_NO_COMPILE": "1"}
+        environment |= {env.BUNDLE: str(bundle), env.NO_COMPILE: "1"}
     command = [*_COMMAND, json.dumps(what)]
     begun = time.perf_counter()
     children = [

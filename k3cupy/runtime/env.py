@@ -27,7 +27,7 @@ values: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
 SOURCE_DIR = os.environ.encodekey("K3CUPY_SOURCE_DIR")
 CHECK = os.environ.encodekey("K3CUPY_CHECK")
 BATCH_INVARIANT = os.environ.encodekey("K3CUPY_BATCH_INVARIANT")
-
+BUNDLE, NO_COMPILE = "K3CUPY_BUNDLE", "K3CUPY_NO_COMPILE"
 
 _OURS = f"{__name__.partition('.')[0].upper()}_"
 _OFF, _ON = ("0", "false", "off", "no"), ("1", "true", "on", "yes")
@@ -62,12 +62,12 @@ def no_compile() -> bool:
     Raises:
         ValueError: it is neither on nor off.
     """
-    return _flag("K3CUPY_NO_COMPILE")
+    return _flag(NO_COMPILE)
 
 
 def bundles() -> tuple[str, ...]:
     """Return the folders named by K3CUPY_BUNDLE, which are written as PATH's are."""
-    named = os.environ.get("K3CUPY_BUNDLE", "").split(os.pathsep)
+    named = os.environ.get(BUNDLE, "").split(os.pathsep)
     return tuple(os.path.abspath(os.path.expanduser(folder)) for folder in named if folder)
 
 
