@@ -60,6 +60,12 @@ def _wanted(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield operations with the options of their warm-ups."""
     local = projections.of_degree(model, tp)
+    # The epilogues first: they take the longest to compile, and the others longer to choose.
+    yield "mla_prefill", {"rope": _FLAGS}
+    ready = _FLAGS if kv_inputs_ready else False
+    yield "mla_decode", {"rope": _FLAGS, "kv_inputs_ready": ready}
+    unquantised = {"kv_cache": "fp8", "query_fp8": False}
+    yield "mla_decode", {**unquantised, "rope": _FLAGS, "kv_inputs_ready": ready}
     for invariant in (False, True)[: 1 + batch_invariant]:
         linear = {"weight_is_static": _FLAGS, "batch_invariant": invariant}
         for which, options in (
@@ -73,11 +79,6 @@ def _wanted(
         by_name = [(p.n, p.k) for p in local if _FUSED_A in p.name and p.k % K_MULTIPLE == 0]
         if by_name:
             yield "fused_a_gemm", {"shapes": by_name, **linear}
-    ready = _FLAGS if kv_inputs_ready else False
-    yield "mla_decode", {"rope": _FLAGS, "kv_inputs_ready": ready}
-    unquantised = {"kv_cache": "fp8", "query_fp8": False}
-    yield "mla_decode", {**unquantised, "rope": _FLAGS, "kv_inputs_ready": ready}
-    yield "mla_prefill", {"rope": _FLAGS}
 
 
 def make(

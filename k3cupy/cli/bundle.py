@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from k3cupy import projections
+from k3cupy.cli.options import compiling
 from k3cupy.runtime import devices
 from k3cupy.runtime.errors import CompileError, ToolchainError
 
@@ -37,9 +38,6 @@ def bundle(
 
     With K3CUPY_BUNDLE naming the folder, or the wheel installed, nothing of it is compiled later.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
-
     from k3cupy import bundling
 
     try:
@@ -48,16 +46,15 @@ def bundle(
             model, tp, here, batch_invariant=batch_invariant, kv_inputs_ready=kv_inputs_ready
         )
         wanted = list(dict.fromkeys(of_calls))
-        columns = "compiling kernels", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-        with Progress(*columns, console=Console(stderr=True)) as bar:
-            task = bar.add_task("", total=len(wanted))
+        with compiling() as (found, done):
+            found(len(wanted))
             made = (bundling.make_wheel if wheel else bundling.make)(
                 wanted,
                 f"{model} tp{tp}",
                 here,
                 out.absolute(),
                 max_workers=max_workers,
-                on_done=lambda _: bar.advance(task),
+                on_done=done,
             )
     except (OSError, ValueError, ToolchainError, CompileError) as error:
         raise click.ClickException(str(error)) from error

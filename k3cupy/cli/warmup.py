@@ -8,7 +8,7 @@ import click
 
 import k3cupy
 from k3cupy import projections
-from k3cupy.cli.options import named_shapes, preset_option, shape_option
+from k3cupy.cli.options import compiling, named_shapes, preset_option, shape_option
 
 
 @click.command()
@@ -68,4 +68,6 @@ def _of_model(model: str, tp: int, device: int | None) -> int:
     from k3cupy.runtime import devices, instances
 
     ordinal = devices.ordinal_of(device)
-    return instances.load_all(bundling.instances_of(model, tp, devices.info(ordinal)), ordinal)
+    wanted = bundling.instances_of(model, tp, devices.info(ordinal))
+    with compiling() as (found, done):
+        return instances.load_all(wanted, ordinal, on_found=found, on_done=done)
