@@ -36,7 +36,7 @@ told = [os.environ.get(name) for name in names]
 print(json.dumps({"kernels": 5, "compiled": 2, "ready_s": 1.5, "chosen_s": 0.5,
                   "decode_ms": 30 + len(what), "gemm_ms": 20.0, "told": told}))
 """
-ENTRY = start.Entry("cold", 1, 296, 296, 297, 8.0, 1.5, 4.0, 3.0, 5.5)
+ENTRY = start.Entry("cold", 1, 296, 296, 297, 8.0, 1.5, 4.0, 3.0)
 MANY = replace(ENTRY, kind="cold, 8 at once", processes=8, ready_s=9.2)
 
 
@@ -49,48 +49,78 @@ def children(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "1")
 
 
+def one(kind: str, count: int, cache: Path, bundle: Path | None = None, **what: Any) -> start.Entry:
+    scenario = start._Scenario(kind, count, cache, bundle, **what)
+    try:
+        scenario.wait()
+        return scenario.run()
+    finally:
+        scenario.end()
+
+
 def test_processes_begin_together(children: None, tmp_path: Path) -> None:
-    entry = start._scenario("cold, 3 at once", 3, tmp_path / "cache", model="kimi-k3", tp=8)
-    assert entry.prepared_s > 0
-    assert replace(entry, prepared_s=0.0) == start.Entry(
-        "cold, 3 at once", 3, 5, 6, 3, 1.5, 0.5, 32.0, 20.0, 0.0
-    )
+    found = one("cold, 3 at once", 3, tmp_path / "cache", model="kimi-k3", tp=8)
+    assert found == start.Entry("cold, 3 at once", 3, 5, 6, 3, 1.5, 0.5, 32.0, 20.0)
 
 
-def test_a_process_that_fails_is_an_error(children: None, tmp_path: Path) -> None:
+def test_a_process_that_fails_is_an_error(
+    children: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(RuntimeError, match="start, cold: a process failed"):
-        start._scenario("cold", 2, tmp_path / "cache", fail=True)
+        one("cold", 2, tmp_path / "cache", fail=True)
+    monkeypatch.setattr(start, "_COMMAND", (sys.executable, "-S", "-c", "pass"))
+    with pytest.raises(RuntimeError, match="start, cold: a process ended before it began"):
+        one("cold", 1, tmp_path / "cache")
 
 
 def test_the_scenarios(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cold cache is used again where it is to be warm; a bundle is made in between."""
-    asked: list[Any] = []
+    """A cold cache is used again where it is to be warm; a bundle is made when it is needed."""
+    told: list[Any] = []
 
-    def scenario(
-        kind: str, count: int, cache: Path, bundle: Path | None = None, **what: Any
-    ) -> Any:
-        asked.append((kind, count, cache.name, bundle and bundle.name, what))
-        return kind
+    class Scenario:
+        def __init__(
+            self, kind: str, count: int, cache: Path, bundle: Path | None = None, **what: Any
+        ) -> None:
+            self.kind, self.bundle = kind, bundle
+            told.append((kind, count, cache.name, bundle and bundle.name, what))
+
+        def wait(self) -> None:
+            told.append("wait")
+
+        def run(self) -> str:
+            return self.kind
+
+        def end(self) -> None:
+            told.append("end")
+
+    def make(*given: Any) -> None:
+        told.append(given[:3])
+        given[3].mkdir()
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(devices, "info", lambda _: H200)
     monkeypatch.setattr(bundling, "instances_of", lambda *_: ["one", "one"])
-    made: list[Any] = []
-    monkeypatch.setattr(bundling, "make", lambda *given: made.append((len(asked), *given[:3])))
-    monkeypatch.setattr(start, "_scenario", scenario)
-    kinds = list(start.run("glm-5.2", 4))
+    monkeypatch.setattr(bundling, "make", make)
+    monkeypatch.setattr(start, "_Scenario", Scenario)
+    kinds = [told.append(kind) or kind for kind in start.run("glm-5.2", 4)]
     of_model = {"model": "glm-5.2", "tp": 4}
-    assert asked == [
+    asked = [
         ("cold", 1, "cold", None, of_model),
         ("warm", 1, "cold", None, of_model),
         ("warm, first calls alone", 1, "cold", None, {}),
         ("cold, 8 at once", 8, "shared", None, of_model),
-        ("warm, 8 at once", 8, "shared", None, of_model),
         ("bundle", 1, "unused", "bundle", of_model),
         ("bundle, first calls alone", 1, "unused", "bundle", {}),
     ]
+    assert told == [
+        *asked,
+        *["wait"] * 6,
+        *kinds[:4],
+        (["one"], "glm-5.2 tp4", H200),
+        *kinds[4:],
+        *["end"] * 6,
+    ]
     assert kinds == [kind for kind, *_ in asked]
-    assert made == [(5, ["one"], "glm-5.2 tp4", H200)]
 
 
 def test_a_bundle_is_used_without_a_compiler(
@@ -100,8 +130,8 @@ def test_a_bundle_is_used_without_a_compiler(
     loads = json.loads
     monkeypatch.setattr(json, "loads", lambda text: found.append(loads(text)) or found[-1])
     monkeypatch.setenv("K3CUPY_BUNDLE", "/of/the/user")
-    start._scenario("bundle", 1, tmp_path / "cache", tmp_path / "bundle")
-    start._scenario("cold", 1, tmp_path / "cache")
+    one("bundle", 1, tmp_path / "cache", tmp_path / "bundle")
+    one("cold", 1, tmp_path / "cache")
     assert [each["told"] for each in found] == [
         [str(tmp_path / "bundle"), "1", None],
         [None, None, None],
@@ -120,7 +150,7 @@ def test_the_command_shows_and_writes(tmp_path: Path, monkeypatch: pytest.Monkey
     assert asked == [("kimi-k3", 16)]
     found = json.loads(path.read_text("utf-8"))
     assert found["method"]["cores"] == os.cpu_count()
-    row = ["cold", "1", "296", "296", "297", "8.00", "1.50", "4.0", "3.0", "7.0", "5.50"]
+    row = ["cold", "1", "296", "296", "297", "8.00", "1.50", "4.0", "3.0", "7.0"]
     assert forms.form_of(found).cells(found["entries"][0]) == row
     told = "8 processes at once take 1.15 times as long as one, compile 296 kernels together"
     assert told in done.output
@@ -137,7 +167,7 @@ def test_the_command_refuses_what_is_unknown(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.gpu
 def test_one_of_its_processes_on_the_gpu(tmp_path: Path) -> None:
     """Of first calls alone, cold and then warm."""
-    cold, warm = (start._scenario(kind, 1, tmp_path / "cache") for kind in ("cold", "warm"))
+    cold, warm = (one(kind, 1, tmp_path / "cache") for kind in ("cold", "warm"))
     assert (cold.kernels, cold.compiled, cold.files) == (0, 2, 3)
     assert (warm.compiled, warm.files) == (0, 3)
     assert cold.decode_ms > 0

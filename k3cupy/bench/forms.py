@@ -400,7 +400,6 @@ FORMS = {
             _measured("decode_ms", ".1f", "first decode, ms"),
             _measured("gemm_ms", ".1f", "first GEMM, ms"),
             _derived("both, ms", "first_ms", ".1f"),
-            _measured("prepared_s", name="before, s"),
         ),
     ),
     "host": Form(

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -49,7 +50,6 @@ class Entry:
         chosen_s: until it was known which ones; they are compiled meanwhile.
         decode_ms: from the call of the first decode epilogue to its result.
         gemm_ms: the same of the first product, right behind it.
-        prepared_s: before the beginning: imports, CUDA's contexts, the tensors of the calls.
     """
 
     kind: str
@@ -61,70 +61,90 @@ class Entry:
     chosen_s: float
     decode_ms: float
     gemm_ms: float
-    prepared_s: float
+
+
+class _Scenario:
+    """Processes that are started, and begin together when they are told to."""
+
+    def __init__(
+        self, kind: str, count: int, cache: Path, bundle: Path | None = None, **what: Any
+    ) -> None:
+        self._kind, self._cache, self.bundle = kind, cache, bundle
+        environment = {**os.environ, "CUPY_CACHE_DIR": str(cache)}
+        for name in ("CUPY_CACHE_IN_MEMORY", env.BUNDLE, env.NO_COMPILE):
+            environment.pop(name, None)
+        if bundle is not None:
+            environment |= {env.BUNDLE: str(bundle), env.NO_COMPILE: "1"}
+        self._children = [
+            subprocess.Popen(
+                [*_COMMAND, json.dumps(what)],
+                env=environment,
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+            for _ in range(count)
+        ]
+
+    def wait(self) -> None:
+        """Return when all have imported what they need, and wait to begin."""
+        for child in self._children:
+            if _pipe(child.stdout).readline() != "ready\n":
+                raise RuntimeError(f"start, {self._kind}: a process ended before it began")
+
+    def run(self) -> Entry:
+        """Let them begin, and return what they took."""
+        for child in self._children:
+            _pipe(child.stdin).write("go\n")
+            _pipe(child.stdin).flush()
+        told = [child.communicate(timeout=_TIMEOUT)[0] for child in self._children]
+        if any(child.returncode for child in self._children):
+            raise RuntimeError(f"start, {self._kind}: a process failed; its message is above")
+        found = [json.loads(text) for text in told]
+        return Entry(
+            self._kind,
+            len(self._children),
+            kernels=found[0]["kernels"],
+            compiled=sum(one["compiled"] for one in found),
+            files=sum(1 for _ in self._cache.iterdir()) if self._cache.is_dir() else 0,
+            **{
+                name: max(one[name] for one in found)
+                for name in ("ready_s", "chosen_s", "decode_ms", "gemm_ms")
+            },
+        )
+
+    def end(self) -> None:
+        """End what still runs."""
+        for child in self._children:
+            child.kill()
+            child.wait()
 
 
 def run(model: str = projections.MODELS[0], tp: int = 8) -> Iterator[Entry]:
     """Yield the entry of each scenario, for a model at a degree of tensor parallelism."""
     gpu = devices.info(torch.cuda.current_device())
-    with tempfile.TemporaryDirectory(prefix="k3cupy-start-") as place:
-        cold, shared, unused = (Path(place, name) for name in ("cold", "shared", "unused"))
-        yield _scenario("cold", 1, cold, model=model, tp=tp)
-        yield _scenario("warm", 1, cold, model=model, tp=tp)
-        yield _scenario("warm, first calls alone", 1, cold)
-        yield _scenario(f"cold, {RANKS} at once", RANKS, shared, model=model, tp=tp)
-        yield _scenario(f"warm, {RANKS} at once", RANKS, shared, model=model, tp=tp)
-        bundle = Path(place, "bundle")
-        wanted = list(dict.fromkeys(bundling.instances_of(model, tp, gpu)))
-        bundling.make(wanted, f"{model} tp{tp}", gpu, bundle)
-        yield _scenario("bundle", 1, unused, bundle, model=model, tp=tp)
-        yield _scenario("bundle, first calls alone", 1, unused, bundle)
-
-
-def _scenario(
-    kind: str, processes: int, cache: Path, bundle: Path | None = None, **what: Any
-) -> Entry:
-    """Run processes that begin together, and return what they took."""
-    environment = {**os.environ, "CUPY_CACHE_DIR": str(cache)}
-    for name in ("CUPY_CACHE_IN_MEMORY", env.BUNDLE, env.NO_COMPILE):
-        environment.pop(name, None)
-    if bundle is not None:
-        environment |= {env.BUNDLE: str(bundle), env.NO_COMPILE: "1"}
-    command = [*_COMMAND, json.dumps(what)]
-    begun = time.perf_counter()
-    children = [
-        subprocess.Popen(
-            command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    of_model: dict[str, Any] = {"model": model, "tp": tp}
+    with tempfile.TemporaryDirectory(prefix="k3cupy-start-") as place, ExitStack() as started:
+        cold, shared, unused, bundle = (
+            Path(place, name) for name in ("cold", "shared", "unused", "bundle")
         )
-        for _ in range(processes)
-    ]
-    try:
-        for child in children:
-            if _pipe(child.stdout).readline() != "ready\n":
-                raise RuntimeError(f"start, {kind}: a process ended before it began")
-        prepared_s = time.perf_counter() - begun
-        for child in children:
-            _pipe(child.stdin).write("go\n")
-            _pipe(child.stdin).flush()
-        told = [child.communicate(timeout=_TIMEOUT)[0] for child in children]
-    finally:
-        for child in children:
-            child.kill()
-    if any(child.returncode for child in children):
-        raise RuntimeError(f"start, {kind}: a process failed; its message is above")
-    found = [json.loads(text) for text in told]
-    return Entry(
-        kind,
-        processes,
-        kernels=found[0]["kernels"],
-        compiled=sum(one["compiled"] for one in found),
-        files=sum(1 for _ in cache.iterdir()) if cache.is_dir() else 0,
-        prepared_s=prepared_s,
-        **{
-            name: max(one[name] for one in found)
-            for name in ("ready_s", "chosen_s", "decode_ms", "gemm_ms")
-        },
-    )
+        scenarios = [
+            _Scenario("cold", 1, cold, **of_model),
+            _Scenario("warm", 1, cold, **of_model),
+            _Scenario("warm, first calls alone", 1, cold),
+            _Scenario(f"cold, {RANKS} at once", RANKS, shared, **of_model),
+            _Scenario("bundle", 1, unused, bundle, **of_model),
+            _Scenario("bundle, first calls alone", 1, unused, bundle),
+        ]
+        for scenario in scenarios:
+            started.callback(scenario.end)
+        for scenario in scenarios:  # all import at once, which takes seconds each
+            scenario.wait()
+        for scenario in scenarios:
+            if scenario.bundle is not None and not bundle.exists():  # it is read behind the start
+                wanted = list(dict.fromkeys(bundling.instances_of(model, tp, gpu)))
+                bundling.make(wanted, f"{model} tp{tp}", gpu, bundle)
+            yield scenario.run()
 
 
 def _pipe(stream: IO[str] | None) -> IO[str]:
