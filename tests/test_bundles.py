@@ -411,12 +411,13 @@ def test_every_call_of_a_model_gets_what_the_bundle_has(
             k3cupy.low_latency_linear(x, weight, weight_is_static=static)
             if p.residual:
                 k3cupy.low_latency_linear(x, weight, cuda(m, p.n), weight_is_static=static)
-            if "qkv_a" in p.name:
-                k3cupy.fused_a_gemm(x, weight, weight_is_static=static)
             if "float32" in p.name:
                 k3cupy.low_latency_linear(
                     x, weight, weight_is_static=static, out_dtype=torch.float32
                 )
+    weight = cuda(2112, 7168)
+    for m in range(1, 65):
+        k3cupy.fused_a_gemm(cuda(m, 7168), weight)
     assert any(p.residual for p in local)
     for formats in ({}, {"cache_scale_inv": 1.0}, {"cache_scale_inv": 1.0, "q_scale_inv": 1.0}):
         for rope in (False, True):

@@ -210,6 +210,23 @@ def test_cupys_other_kernels_stay_in_its_own_cache(
     assert gpu.compiler._kernel_cache_backend is backend, "put there once"
 
 
+def test_what_was_made_while_we_waited_is_taken(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the process that had the lock before: the file was not there when we looked first."""
+    tries = [False, False, True]
+
+    def acquire(_: Any) -> bool:
+        if len(tries) == 1:
+            binaries.keep("key", b"of the other one")
+        return tries.pop(0)
+
+    monkeypatch.setattr(binaries._Lock, "acquire", acquire)
+    with binaries.claimed("key") as content:
+        assert content == b"of the other one"
+    assert tries == []
+
+
 # What cannot be used
 
 
