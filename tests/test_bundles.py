@@ -265,6 +265,19 @@ def test_what_does_not_fit_is_refused_in_one_line(
     assert [line for line in config.config_info()["bundles"] if told in line]
 
 
+def test_what_is_refused_is_told_also_where_there_is_no_compiler(
+    folder: Path, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That NVRTC is missing is not the whole story then."""
+    told = of_other_kernels(folder)
+    named(monkeypatch, folder)
+    with (
+        pytest.warns(RuntimeWarning, match=told),
+        pytest.raises(ToolchainError, match="there is no compiler here"),
+    ):
+        load_quietly(ONE)
+
+
 def load_quietly(instance: Instance) -> None:
     instances._attempts.clear()
     instances.load(instance, 0)
@@ -396,7 +409,7 @@ def test_every_call_of_a_model_gets_what_the_bundle_has(
     fake_device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Real calls on an H200 that is none: linear layers of some shapes, epilogues of each form."""
-    some = ("q_b_proj", "f_b_proj", "fused_qkv_a_proj (rep", "routed_expert_up", "router gate (rep")
+    some = ("q_b_proj", "f_b_proj", "fused_qkv_a_proj and", "routed_expert_up", "router gate (rep")
     every = projections.of_degree("kimi-k3", 8)
     local = [next(p for p in every if p.name.startswith(name)) for name in some]
     monkeypatch.setattr(projections, "of_degree", lambda *_: local)
@@ -415,7 +428,7 @@ def test_every_call_of_a_model_gets_what_the_bundle_has(
                 k3cupy.low_latency_linear(
                     x, weight, weight_is_static=static, out_dtype=torch.float32
                 )
-    weight = cuda(2112, 7168)
+    weight = cuda(3648, 7168)
     for m in range(1, 65):
         k3cupy.fused_a_gemm(cuda(m, 7168), weight)
     assert any(p.residual for p in local)

@@ -80,6 +80,9 @@ class Known:
         return told + (f" (not used: {'; '.join(self.refused)})" if self.refused else "")
 
 
+NONE = Known((), ())
+
+
 @dataclass(frozen=True)
 class Found:
     """What a bundle has of an instance."""

@@ -212,7 +212,7 @@ def _ready(instance: Instance, source: sources.Source, device: int) -> LoadedKer
 
     cupy = toolchain.cupy()
     core = toolchain.cuda_core()
-    if not bundles.known().bundles and not env.no_compile():
+    if bundles.known() == bundles.NONE and not env.no_compile():
         toolchain.nvrtc_version()  # there is no way without, whatever GPU this is
     found = None
     try:
