@@ -195,8 +195,10 @@ __device__ __forceinline__ void insert_block(unsigned int tokens_per_block, cons
     const char* nope_row = kv_c_normed + offset_of(token, kv_c_normed_stride);
     const char* rope_row = k_pe + offset_of(token, k_pe_stride);
     wait_for_predecessor(nope_row, rope_row);
-    insert_row<T, kFormat, kRope, kVector, kThreads>(first, nope_row, rope_row, slots, cache, scale,
-                                                     table);
+    // More batches gain 5 to 9% with 257 to 512 tokens, but with ds_mla rows cost the fewer 2 to 4%.
+    constexpr unsigned int kBatches = kFormat == CacheFormat::kDsMla ? 2 : 4;
+    insert_row<T, kFormat, kRope, kVector, kThreads, kBatches>(first, nope_row, rope_row, slots,
+                                                               cache, scale, table);
   } else {
     wait_for_predecessor(kv_c_normed, slots.base);
     const unsigned int left = slots.num_tokens - first;

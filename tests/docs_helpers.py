@@ -29,7 +29,7 @@ from typing import Any
 
 FENCE = re.compile(r"^( *)```(\w*)([^\n]*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 ARROW = "  # -> "
-MARKS = {"python": {"gpu", "compiler"}, "text": {"output", "cpu", "gpu"}}
+MARKS = {"python": {"gpu", "compiler", "transformers"}, "text": {"output", "cpu", "gpu"}}
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -73,6 +73,8 @@ def this_machine() -> frozenset[str]:
     found = {"output", "gpu" if torch.cuda.is_available() else "cpu"}
     if importlib.util.find_spec("cuda") and importlib.util.find_spec("cuda.core"):
         found.add("compiler")
+    if importlib.util.find_spec("transformers"):
+        found.add("transformers")
     return frozenset(found)
 
 

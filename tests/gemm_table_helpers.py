@@ -21,31 +21,16 @@ from k3cupy.choose.table import Entry, Table, shipped
 
 N, K = 2112, 7168
 
-SHORT_BYTES, SHORT_TOKENS = 100_000_000, 16
-"""Products with a smaller weight and no more tokens are short: alone, they look different."""
 
-
-def measured_tables() -> tuple[Table, Table]:
-    """The H200's: what was measured in the chain, and of the kernels alone."""
-    chain, alone = (t for t in shipped("gemm") if t.origin == SHIPPED)
-    assert alone.is_alone and not chain.is_alone
-    return chain, alone
+def measured_table() -> Table:
+    """The H200's."""
+    (found,) = (t for t in shipped("gemm") if t.origin == SHIPPED)
+    return found
 
 
 def product_of(entry: Entry) -> tuple[int, int]:
     n, k = map(int, re.findall(r"\d+", entry.problem.partition(" ")[2]))
     return n, k
-
-
-def is_short(entry: Entry) -> bool:
-    n, k = product_of(entry)
-    return entry.size <= SHORT_TOKENS and 2 * n * k < SHORT_BYTES
-
-
-def deciding_entries() -> list[Entry]:
-    """Of both tables what decides for a linear layer: of kernels alone, where nothing is short."""
-    chain, alone = measured_tables()
-    return [*chain, *(entry for entry in alone if not is_short(entry))]
 
 
 def measured(

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from bench_helpers import ROOT, document
 from click.testing import CliRunner
+from fake_device import H200
 
 from k3cupy.bench import forms, report
 from k3cupy.choose.mla import choose
-from k3cupy.choose.table import (
-    MLA_DECODE,
-    Entry,
-    config_of,
-    measured,
-    parts_of,
-    table_text,
-)
+from k3cupy.choose.table import key_of
 from k3cupy.cli import main
 from k3cupy.kernels import mla_decode, mla_prefill
 from k3cupy.kernels.mla_prefill import MlaPrefillConfig
@@ -178,22 +172,30 @@ def test_markdown_stands_between_the_markers(tmp_path: Path) -> None:
     assert "commit 0123456789ab" in text
 
 
+def shipped_key(tokens: int) -> str:
+    """What the shipped table chooses for a batch, which is none of ``TIMES``."""
+    variant = mla_decode.Variant.of_kind("16bit+same")
+    key = key_of(choose("mla_decode", variant, tokens, 12, H200).config)
+    assert key not in TIMES
+    return key
+
+
 def test_the_page_shows_the_choice_of_the_shipped_table() -> None:
-    names = {"0/288/1", "1/256/3", "3/256/1", "1/128/3"}
-    old = document(entry(dict.fromkeys(names, 1.0), tokens=16))
+    key = shipped_key(16)
+    old = document(entry(dict.fromkeys([*TIMES, key], 1.0), tokens=16))
     assert old["entries"][0]["dispatched"]["split"] == 0
     (renewed,) = report.with_shipped_choice(old)["entries"]
-    assert forms.key_of(renewed["dispatched"]) == "1/128/3"
+    assert forms.key_of(renewed["dispatched"]) == key
 
 
 def test_the_page_shows_no_choice_that_has_no_time() -> None:
     """Configurations are added; a run from before them keeps what ran then."""
     old = document(entry(TIMES, tokens=512))
-    assert "1/128/6" not in TIMES
+    key = shipped_key(512)
     assert report.with_shipped_choice(old)["entries"] == old["entries"]
-    new = document(entry({**TIMES, "1/128/6": 1.0}, tokens=512))
+    new = document(entry({**TIMES, key: 1.0}, tokens=512))
     (renewed,) = report.with_shipped_choice(new)["entries"]
-    assert forms.key_of(renewed["dispatched"]) == "1/128/6"
+    assert forms.key_of(renewed["dispatched"]) == key
 
 
 @pytest.mark.parametrize("kind", ["16bit+same", "fp8+fp8", "16bit+ds_mla", "16bit+fp8", "fp8+same"])
@@ -218,7 +220,7 @@ def apply(*arguments: str | Path) -> tuple[int, str]:
 def test_apply_writes_the_page_of_the_last_results(tmp_path: Path) -> None:
     first, last, page = tmp_path / "1.json", tmp_path / "2.json", tmp_path / "p.md"
     first.write_text(json.dumps(document(entry(TIMES, empty_us=7.77))))
-    times = dict.fromkeys([*TIMES, "1/128/3"], 2.0)
+    times = dict.fromkeys([*TIMES, shipped_key(16)], 2.0)
     last.write_text(json.dumps(document(entry(times, tokens=16, empty_us=0.66))))
     page.write_text("<!-- results:begin --><!-- results:end -->")
     assert apply(first, last, "--page", page) == (0, "")
@@ -251,75 +253,6 @@ def test_apply_takes_prefill_results(tmp_path: Path) -> None:
     assert "| kv_concat | 4096 |" in page.read_text()
 
 
-def as_export(path: Path) -> str:
-    """A run of `bench decode` as the tuner would have kept it: the rows that count for tables."""
-    document = json.loads(path.read_text(encoding="utf-8"))
-    e = document["environment"]
-    header = {"schema": 2, "family": MLA_DECODE, "gpu": e["gpu"], "arch": "sm_90", "sources": ""}
-    found = []
-    for row in document["entries"]:
-        if (row["scenario"], row["pdl"]) == ("chain", True):
-            keys = {forms.key_of(c): c["us"] for c in row["candidates"]}
-            found.append(decode_entry(row["kind"], row["tokens"], keys))
-    return table_text(header | {"date": e["date"]}, found)
-
-
-def decode_entry(kind: str, tokens: int, times: dict[str, float]) -> Entry:
-    """Of 12 heads, as every run in benchmarks/results."""
-    of_kernel = {config_of(MLA_DECODE, key): us for key, us in times.items()}
-    return measured(kind, tokens * 13, {MLA_DECODE: of_kernel})
-
-
-RESULTS = ROOT / "benchmarks/results"
-SHIPPED = ROOT / "k3cupy/choose/tables/nvidia_h200"
-of_the_repository = pytest.mark.skipif(
-    not RESULTS.is_dir(), reason="the results are kept in the repository, not in the package"
-)
-
-
-@of_the_repository
-def test_the_shipped_prefill_table_is_what_the_committed_run_gives(tmp_path: Path) -> None:
-    table = tmp_path / "nvidia_h200/mla_prefill.json"
-    run = RESULTS / "tune_prefill_h200_chain.json"
-    assert apply(run, "--tables", tmp_path) == (0, f"wrote {table}\n")
-    assert table.read_text() == (SHIPPED / table.name).read_text(encoding="utf-8")
-
-
-@of_the_repository
-def test_the_shipped_decode_table_is_what_the_committed_results_give(tmp_path: Path) -> None:
-    """The runs of the benchmark, and of large batches two formats from the search after them."""
-    runs = sorted(RESULTS.glob("decode_h200_run*.json"))
-    exports = [tmp_path / run.name for run in runs]
-    for path, run in zip(exports, runs, strict=True):
-        path.write_text(as_export(run))
-    table = tmp_path / "nvidia_h200/mla_decode.json"
-    assert apply(*exports, "--tables", tmp_path) == (0, f"wrote {table}\n")
-    given = parts_of(table.read_text())[1]
-    for kind, rows in large_batches().items():
-        given[kind] = [row for row in given[kind] if row["size"] < rows[0]["size"]] + rows
-    assert given == parts_of((SHIPPED / table.name).read_text(encoding="utf-8"))[1]
-
-
-def large_batches() -> dict[str, list[Any]]:
-    """What the table has of the search: from 512 tokens on, the variant with all four mappings.
-
-    What ships has the ways of few and of many tokens in two functions; the search did not time that
-    from 512 tokens on.
-    """
-    path = RESULTS / "experiments/epilogues_search.json"
-    search = json.loads(path.read_text(encoding="utf-8"))
-    variant = "one function, one load of slots "
-    found: dict[str, list[Any]] = {}
-    for name, row in search["decode"]["large batches"].items():
-        kind, tokens = name.split()
-        if int(tokens) >= 512:
-            keys = {key.removeprefix(variant): us for key, us in row.items() if variant in key}
-            listed = decode_entry(kind, int(tokens), keys)
-            dated = replace(listed, date=search["environment"]["date"])
-            found.setdefault(kind, []).append(dated.fields())
-    return found
-
-
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks/results").glob("*_h200_bars*.json")))
 def test_the_committed_results_can_be_shown(path: Path) -> None:
     """With the choices of today's tables: the figures of the documentation are made so."""
@@ -333,7 +266,7 @@ def test_the_committed_results_can_be_shown(path: Path) -> None:
 def test_a_time_alone_is_of_the_choice_that_was_measured() -> None:
     """Where today's choice is another one, only its time in the chain is known."""
     alone = {"ours": 2.5, "public": 3.5}
-    old = document(entry({**TIMES, "1/128/3": 1.0}, tokens=16, alone_us=alone))
+    old = document(entry({**TIMES, shipped_key(16): 1.0}, tokens=16, alone_us=alone))
     assert "| 2.50 / 3.50 |" in report.markdown(old)
     new = report.with_shipped_choice(old)
     assert "| - / 3.50 |" in report.markdown(new)

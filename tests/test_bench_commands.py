@@ -120,6 +120,31 @@ def test_bench_measures_what_is_asked_for(
     assert found == {**measured_there, "commit": f"abc of {len(wanted)}"}
     assert done.output.endswith(f"wrote {path}\n")
     assert len(done.output.splitlines()) > 5, "the table"
+    assert "…" not in done.output, "what is no terminal has no width to fit"
+
+
+def test_an_interrupted_benchmark_keeps_what_it_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without anything measured it is an interruption like any other."""
+    from k3cupy.bench import gemm
+
+    measured_there = json.loads((ROOT / f"benchmarks/results/{OF_GEMM}.json").read_text("utf-8"))
+
+    def run(count: int) -> Any:
+        yield from ["an entry"] * count
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gemm, "as_document", lambda found, *_: {**measured_there, "n": len(found)})
+    path = tmp_path / "found.json"
+    for count in (0, 3):
+        monkeypatch.setattr(gemm, "run", lambda *_, count=count: run(count))
+        done = CliRunner().invoke(main, ["bench", "gemm", "--json", str(path)])
+        assert done.exit_code == (0 if count else 1), done.output
+        assert path.exists() == bool(count)
+    assert "Interrupted; what follows are the 3 that were measured." in done.output
+    assert json.loads(path.read_text("utf-8"))["n"] == 3
 
 
 HOST = [

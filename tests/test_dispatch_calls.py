@@ -17,7 +17,7 @@ import pytest
 import torch
 from array_helpers import jax_of, numpy_of, torch_of
 from dispatch_helpers import DispatchDevice, only_row, says
-from fake_device import H200
+from fake_device import H200, TensorMap
 from gemm_helpers import fresh_plans, inputs, normal, unread
 from gemm_table_helpers import measured, second, user_cache
 from helpers import BF16, FP16, Producer, refused
@@ -250,10 +250,13 @@ def test_case45_x_and_residual_in_one_buffer(gpu: DispatchDevice, tokens: int) -
     out = k3cupy.try_low_latency_gemm(x, weight, residual)
     assert out.shape == (tokens, n)
     ((_, arguments),) = gpu.launches
+    maps = [argument for argument in arguments if isinstance(argument, TensorMap)]
+    assert len(maps) == (choice.kernel == "fused_a" and choice.config.mapped_x)
     for tensor in (x, weight, residual, out):
-        assert tensor.data_ptr() in arguments
+        assert tensor.data_ptr() in [*arguments, *(of.address for of in maps)]
     if tokens > 1:
-        assert arguments.count(n + k) == 2, "the row strides of x and of the residual"
+        strides = [*arguments, *(of.box.row_stride for of in maps)]
+        assert strides.count(n + k) == 2, "the row strides of x and of the residual"
 
 
 _ROWS_APART = ((N, 0), (N + 1, 1), (N + 7, 0), (3 * N, 5), (0, 0), (5, 3))

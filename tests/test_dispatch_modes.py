@@ -63,7 +63,7 @@ def test_modes_and_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_mode_of_a_call(gpu: DispatchDevice) -> None:
     """Where a table has the framework's linear, the mode still has our kernel."""
-    x, weight = inputs(60, 7168, 3584)
+    x, weight = inputs(60, 4608, 1536)
     assert k3cupy.try_low_latency_gemm(x, weight) is None
     with k3cupy.batch_invariant_mode():
         assert k3cupy.try_low_latency_gemm(x, weight) is not None
@@ -140,7 +140,7 @@ def test_warm_up_of_batch_invariant_slices(tokens: int, gpu: DispatchDevice) -> 
 def test_warm_up_of_what_the_framework_runs_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = fake_gpu(monkeypatch)
     monkeypatch.setattr(devices, "info", lambda _: H200)
-    assert warm_up(shapes=[(7168, 3584)], tokens=[64, 65, 1000]) == 0
+    assert warm_up(shapes=[(4608, 1536)], tokens=[64, 65, 1000]) == 0
     assert compiler.compiled == []
 
 

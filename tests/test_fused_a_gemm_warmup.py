@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from gemm_helpers import FUSED_A
+from gemm_helpers import FUSED_A, unread
 from helpers import refused
 from toolchain_helpers import FakeGpu, fake_h200
 
@@ -29,8 +29,11 @@ def warmup(**options: Any) -> int:
 def names_of(
     tokens: range | list[int], *variants: fused_a_gemm.Variant, invariant: bool = False
 ) -> set[str]:
-    chosen = [FUSED_A.chosen(SHAPE, count, batch_invariant=invariant).config for count in tokens]
-    return {config.name_expression(variant) for config in chosen for variant in variants}
+    def config(count: int, residual: bool) -> Any:
+        added = unread(count, SHAPE[0]) if residual else None
+        return FUSED_A.chosen(SHAPE, count, residual=added, batch_invariant=invariant).config
+
+    return {config(t, v.has_residual).name_expression(v) for t in tokens for v in variants}
 
 
 def test_warmup_compiles_what_calls_of_a_shape_will_get(fake_h200: FakeGpu) -> None:

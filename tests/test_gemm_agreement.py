@@ -10,7 +10,7 @@ import torch
 from dispatch_helpers import DispatchDevice
 from fake_device import H200, CudaTensor
 from gemm_helpers import fresh_plans, normal, same_bits
-from gemm_table_helpers import deciding_entries, measured_tables, product_of
+from gemm_table_helpers import measured_table, product_of
 from helpers import BF16
 
 import k3cupy
@@ -38,7 +38,7 @@ def cuda(*shape: int, strides: tuple[int, int] | None = None) -> torch.Tensor:
 
 
 def measured_entries(*, residual: bool) -> list[Entry]:
-    return [e for e in deciding_entries() if e.problem.endswith(" + residual") == residual]
+    return [e for e in measured_table() if e.problem.endswith(" + residual") == residual]
 
 
 def fastest(entry: Entry, *kernels: str) -> tuple[str, Any]:
@@ -161,9 +161,9 @@ def test_overlapping_rows_take_the_plain_kernel_and_say_so(gpu: DispatchDevice) 
 def test_a_residual_of_zeros_may_take_another_configuration(gpu: DispatchDevice) -> None:
     """It is a problem of its own: where its measurements differ, so may the order of the sums."""
     pairs = []
-    _, alone = measured_tables()
+    known = measured_table()
     for entry in measured_entries(residual=True):
-        plain = alone.entries(entry.problem.removesuffix(" + residual"))[entry.size]
+        plain = known.entries(entry.problem.removesuffix(" + residual"))[entry.size]
         pairs.append(tuple(explained(k3cupy.explain_fused_a_gemm, e) for e in (plain, entry)))
     assert any(plain.config.order != added.config.order for plain, added in pairs)
 

@@ -52,7 +52,7 @@ def test_turning_twice_turns_twice(device: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", INSERTS)
-@pytest.mark.parametrize("tokens", [2, 3, 8, 9, 33, 129, 130, 256, 257, 300])
+@pytest.mark.parametrize("tokens", [2, 3, 8, 9, 33, 129, 130, 256, 257, 300, 385, 512, 513])
 def test_case28_all_tokens_name_one_slot(device: str, kind: str, tokens: int) -> None:
     run_and_check(
         make_prefill(
@@ -89,16 +89,17 @@ def spread_duplicates(tokens: int, distances: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("kind", INSERTS)
 def test_case28_duplicates_far_apart(device: str, kind: str) -> None:
     """The limits of a warp's search alone, of its batches, and of the blocks' one together."""
-    distances = [1, 7, 8, 31, 64, 127, 128, 129, 150]
-    for tokens in (250, 256, 257, 300):
-        slots = spread_duplicates(tokens, distances)
+    distances = [1, 7, 8, 31, 64, 127, 128, 129, 150, 255, 256, 257, 384, 400]
+    for tokens in (250, 256, 257, 300, 512, 513):
+        there = [d for i, d in enumerate(distances) if 11 * i + d < tokens]
+        slots = spread_duplicates(tokens, there)
         run_and_check(
             make_prefill(kind, tokens, 1, block_size=64, slots=slots, device=device, seed=3)
         )
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [257, 1_000, 4_096, 4_097, 20_000])
+@pytest.mark.parametrize("tokens", [257, 400, 512, 513, 1_000, 4_096, 4_097, 20_000])
 @INDEX_TYPES
 def test_case28_duplicates_in_a_long_prompt(tokens: int, slot_dtype: torch.dtype) -> None:
     """Pairs from neighbours to first-and-last; then a quarter of all tokens share their slots."""

@@ -117,7 +117,6 @@ LEFT_ALONE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "tensor subclass": (with_tagged_weight, "its weight is a TaggedTensor, not a plain tensor"),
     "sparse": (with_sparse_weight, "its weight is sparse_coo, not dense"),
     "quantized": (quantized, "it is a Linear of torch.ao.nn.quantized.dynamic"),
-    "meta": (lambda: linear(device="meta"), "its weight is on the meta device"),
     "no columns": (lambda: empty(N, 0), "its weight [48, 0] has no elements"),
     "no rows": (lambda: empty(0, K), "its weight [0, 128] has no elements"),
     "lazy": (lambda: nn.LazyLinear(N, bias=False, dtype=BF16), "it is a LazyLinear"),

@@ -1,10 +1,10 @@
-"""Layers that others wrap, patch, shard, offload or merge into: the right numbers, and a word."""
+"""Layers whose forward others keep, replace or watch: the right numbers, and a word."""
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from gemm_helpers import normal
 from helpers import run_program
 from torch import nn
-from torch_linear_helpers import Calls, K, N, linear
+from torch_linear_helpers import Calls, K, linear
 
 import k3cupy
 from k3cupy.torch.torch_linear import LowLatencyLinear
@@ -91,17 +91,25 @@ def bound(layer: nn.Linear) -> None:
 @BOTH_ORDERS
 @pytest.mark.parametrize("replace", [doubled, bound])
 def test_case35_a_replaced_forward_is_called_and_reported(
-    layer: nn.Linear, x: torch.Tensor, replace: Callable[..., None], enabled_first: bool
+    layer: nn.Linear,
+    x: torch.Tensor,
+    calls: Calls,
+    replace: Callable[..., None],
+    enabled_first: bool,
 ) -> None:
+    """One that calls the layer's own forward calls ours; another is left alone."""
     want = 2 * F.linear(x, layer.weight)
     if enabled_first:
         assert enable(layer) != REPLACED
     replace(layer)
     assert torch.equal(layer(x), want)
-    assert enable(layer) == REPLACED
+    assert (enable(layer) == REPLACED) == (replace is bound)
+    calls.clear()
     assert torch.equal(layer(x), want)
+    assert len(calls) == (replace is doubled)
     k3cupy.disable_low_latency_gemm(layer)
     assert torch.equal(layer(x), want)
+    assert len(calls) == (replace is doubled)
 
 
 def test_case35_a_wrapper_that_came_later_runs_ours(
@@ -257,242 +265,3 @@ def test_fx_traces_the_frameworks_linear(layer: nn.Linear, x: torch.Tensor) -> N
     enable(layer)
     traced = torch.fx.symbolic_trace(nn.Sequential(layer))
     assert torch.equal(traced(x), F.linear(x, layer.weight))
-
-
-# Sharded models
-
-
-@pytest.fixture
-def mesh() -> Iterator[Any]:
-    """A mesh of this process alone."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
-def two_layers() -> nn.Sequential:
-    return nn.Sequential(linear(), linear(16, N)).requires_grad_(False)
-
-
-def sharded_whole(model: nn.Module, mesh: Any) -> nn.Module:
-    from torch.distributed.fsdp import fully_shard
-
-    return fully_shard(model, mesh=mesh)
-
-
-def sharded_by_layer(model: nn.Module, mesh: Any) -> nn.Module:
-    for layer in list(model):
-        sharded_whole(layer, mesh)
-    return sharded_whole(model, mesh)
-
-
-def parallelized(model: nn.Module, mesh: Any) -> nn.Module:
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    return parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
-
-
-A_DTENSOR = "its weight is a DTensor, not a plain tensor"
-SHARDED = {
-    "whole": (sharded_whole, A_DTENSOR),
-    "by layer": (sharded_by_layer, "it is a FSDP"),
-    "parallel": (parallelized, A_DTENSOR),
-}
-
-
-@BOTH_ORDERS
-@pytest.mark.parametrize(("shard", "reason"), SHARDED.values(), ids=SHARDED.keys())
-def test_case50_sharded_models_are_right_and_say_why_they_are_left_alone(
-    mesh: Any, x: torch.Tensor, calls: Calls, shard: Any, reason: str, enabled_first: bool
-) -> None:
-    model = two_layers()
-    want = model(x)
-    if enabled_first:
-        assert k3cupy.enable_low_latency_gemm(model).installed == 2
-        assert torch.equal(model(x), want)
-    model = shard(model, mesh)
-    if enabled_first:
-        for _ in range(2):
-            assert torch.equal(model(x), want)
-        if shard is sharded_whole:
-            model.reshard()
-    report = k3cupy.enable_low_latency_gemm(model)
-    assert report.installed == 0
-    assert all(row.reason.startswith(reason) for row in report), report
-    for change in (lambda _: None, k3cupy.disable_low_latency_gemm):
-        change(model)
-        assert torch.equal(model(x), want)
-
-
-@BOTH_ORDERS
-def test_case50_a_weight_that_is_gathered_for_each_call_is_never_promised(
-    mesh: Any, x: torch.Tensor, calls: Calls, enabled_first: bool
-) -> None:
-    """FSDP writes it behind PyTorch's back, right before the layer reads it."""
-    model = two_layers()
-    want = model(x)
-    if enabled_first:
-        k3cupy.enable_low_latency_gemm(model)
-    model = sharded_whole(model, mesh)
-    if not enabled_first:
-        model.unshard()
-        assert k3cupy.enable_low_latency_gemm(model).installed == 2
-    for _ in range(3):
-        assert torch.equal(model(x), want)
-        model.reshard()
-    assert calls.promises == [False] * 6
-
-
-def test_case50_compiled_a_gathered_weight_is_never_promised(
-    mesh: Any, x: torch.Tensor, calls: Calls
-) -> None:
-    torch._dynamo.reset()
-    model = two_layers()
-    want = model(x)
-    k3cupy.enable_low_latency_gemm(model)
-    model = torch.compile(sharded_whole(model, mesh), backend="eager")
-    for _ in range(2):
-        assert torch.equal(model(x), want)
-    assert calls.promises == [False] * 4
-
-
-def test_case50_distributed_layers(mesh: Any, x: torch.Tensor) -> None:
-    from torch.distributed.tensor import distribute_module, distribute_tensor
-
-    assert enable(distribute_module(linear(), mesh)) == A_DTENSOR
-    model = two_layers()
-    want = model(x)
-    k3cupy.enable_low_latency_gemm(model)
-    distributed = distribute_module(copy.deepcopy(model), mesh)
-    assert torch.equal(distributed(distribute_tensor(x, mesh)).to_local(), want)
-
-
-# Weights that come and go
-
-
-class Offloaded:
-    """As accelerate offloads a layer: its weight is on the meta device but for a call's length."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        self.state, self.layer = layer.weight.detach().clone(), layer
-        self.own = layer.forward
-        layer.forward = functools.update_wrapper(functools.partial(self.forward), self.own)
-        self.unload()
-
-    def unload(self) -> None:
-        meta = self.state.to("meta")
-        self.layer._parameters["weight"] = nn.Parameter(meta, requires_grad=False)
-
-    def load(self) -> None:
-        copied = self.state.clone()
-        self.layer._parameters["weight"] = nn.Parameter(copied, requires_grad=False)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.load()
-        try:
-            return self.own(*args, **kwargs)
-        finally:
-            self.unload()
-
-    def remove(self) -> None:
-        self.load()
-        self.layer.forward = self.own
-
-
-class Accelerated:
-    """The library itself."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        self.hooks = pytest.importorskip("accelerate.hooks")
-        self.layer = layer
-        hook = self.hooks.AlignDevicesHook(execution_device="cpu", offload=True)
-        self.hooks.add_hook_to_module(layer, hook)
-
-    def remove(self) -> None:
-        self.hooks.remove_hook_from_module(self.layer)
-
-
-@BOTH_ORDERS
-@pytest.mark.parametrize("offload", [Offloaded, Accelerated])
-def test_case50_offloaded_layers(
-    layer: nn.Linear, x: torch.Tensor, calls: Calls, offload: Any, enabled_first: bool
-) -> None:
-    """Enabled before it was offloaded it runs ours; every call has a new weight, unpromised."""
-    want = F.linear(x, layer.weight)
-    if enabled_first:
-        enable(layer)
-    offloaded = offload(layer)
-    for _ in range(3):
-        assert torch.equal(layer(x), want)
-    assert calls.promises == [False] * 3 * enabled_first
-    assert enable(layer) == REPLACED
-    assert torch.equal(layer(x), want)
-    offloaded.remove()
-    calls.clear()
-    assert enable(layer) == "on the CPU: framework linear until it moves to a GPU"
-    for _ in range(2):
-        assert torch.equal(layer(x), want)
-    assert calls.promises == [False, True]
-
-
-class LoraLinear(nn.Module):
-    """As PEFT wraps a layer: a product of low rank beside it, or merged into its weight."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base_layer = base
-        self.lora_A = linear(8, K).requires_grad_(False)
-        self.lora_B = linear(N, 8).requires_grad_(False)
-        self.merged = False
-
-    def delta(self) -> torch.Tensor:
-        return self.lora_B.weight @ self.lora_A.weight
-
-    def merge(self, write: Callable[..., Any], sign: int = 1) -> None:
-        write(self.base_layer.weight, self.delta() * sign)
-        self.merged = sign > 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.base_layer(x)
-        return out if self.merged else out + self.lora_B(self.lora_A(x))
-
-
-def through_data(weight: torch.Tensor, delta: torch.Tensor) -> None:
-    weight.data += delta
-
-
-def new_data(weight: torch.Tensor, delta: torch.Tensor) -> None:
-    weight.data = weight.data + delta
-
-
-@BOTH_ORDERS
-@pytest.mark.parametrize("write", [torch.Tensor.add_, through_data, new_data])
-def test_case50_lora_merged_and_unmerged(
-    layer: nn.Linear, x: torch.Tensor, calls: Calls, write: Any, enabled_first: bool
-) -> None:
-    if enabled_first:
-        enable(layer)
-    model = LoraLinear(layer)
-    report = k3cupy.enable_low_latency_gemm(model)
-    assert [row.name for row in report] == ["base_layer", "lora_A", "lora_B"]
-    assert report.installed == 3
-    base, apart = layer.weight.clone(), model(x)
-    for _ in range(2):
-        assert torch.equal(model(x), apart)
-        model.merge(write)
-        assert torch.equal(model(x), F.linear(x, base + model.delta()))
-        model.merge(write, -1)
-        with torch.no_grad():
-            layer.weight.copy_(base)  # what was added and taken away is rounded
-    counted = [call["weight_is_static"] for call in calls if call["weight"] is layer.weight]
-    # Writes through `data` are not counted; the loop's own ones are.
-    assert counted[0] is False
-    if write is not through_data:
-        assert counted == [False, True, False, False, False]

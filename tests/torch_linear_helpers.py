@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from helpers import BF16
@@ -26,3 +28,15 @@ def mixed_model() -> nn.Module:
     """Eligible layers at two depths, and one that is not."""
     blocks = nn.ModuleList(nn.ModuleDict({"up": linear(), "down": linear(K, N)}) for _ in range(3))
     return nn.ModuleDict({"blocks": blocks, "head": linear(7, K), "gate": linear(bias=True)})
+
+
+@contextlib.contextmanager
+def process_group(backend: str, rank: int, ranks: int, store: Any) -> Iterator[None]:
+    """The group of processes in which a model is sharded."""
+    import torch.distributed as dist
+
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

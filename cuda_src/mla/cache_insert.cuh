@@ -39,9 +39,9 @@ struct PagedCache {
   }
 };
 
-// Up to here a warp looks for its own slot alone: two batches bring all later ones at once, and no
-// warp waits for another.
-constexpr unsigned int kSearchAlone = 2 * 32 * LaterSlots::kTokens;
+// The later slots that a warp loads at once. Of a few batches of them it looks for its own slot alone,
+// and no warp waits for another.
+constexpr unsigned int kBatch = 32 * LaterSlots::kTokens;
 
 // Whether a token from `first` on has `slot`, which is inside the cache. A lane's share each. Seldom
 // called, so it is kept small: what stands between is fetched, too.
@@ -56,8 +56,8 @@ __device__ __forceinline__ bool is_named(unsigned int slot, unsigned int first,
   return __any_sync(kFullWarp, found);
 }
 
-// The row of one token, of at most kSearchAlone. All threads of a warp.
-template <typename T, CacheFormat kFormat, bool kRope, bool kVector>
+// The row of one token, of at most kBatches * kBatch. All threads of a warp.
+template <typename T, CacheFormat kFormat, bool kRope, bool kVector, unsigned int kBatches>
 __device__ __forceinline__ void insert_alone(unsigned int token, const char* nope_row,
                                              const char* rope_row, const SlotMapping& slots,
                                              const PagedCache<kVector>& cache,
@@ -67,16 +67,22 @@ __device__ __forceinline__ void insert_alone(unsigned int token, const char* nop
   Chunk chunk[kWarpChunks];
   load_row<kFormat, kVector>(chunk, map, nope_row, rope_row);
   const unsigned int next = token + 1 + threadIdx.x % 32;
-  const LaterSlots later(next, 32, slots);
-  const bool some_are_left = token + 1 + 32 * LaterSlots::kTokens < slots.num_tokens;
-  LaterSlots last;
-  if (some_are_left) last = LaterSlots(next + 32 * LaterSlots::kTokens, 32, slots);
+  LaterSlots later[kBatches];
+#pragma unroll
+  for (unsigned int i = 0; i < kBatches; ++i) {
+    if (token + 1 + i * kBatch < slots.num_tokens) {
+      later[i] = LaterSlots(next + i * kBatch, 32, slots);
+    }
+  }
   const float scale_inv = kFormat == CacheFormat::kFp8 ? scale.load() : 1.0f;
   const float* table_row = kRope ? table.row_of(token) : nullptr;
   const long long value = own.value(slots.is_wide);
   const unsigned int slot = static_cast<unsigned int>(value);
-  bool may_be = later.may_have(slot);
-  if (some_are_left) may_be |= last.may_have(slot);
+  bool may_be = false;
+#pragma unroll
+  for (unsigned int i = 0; i < kBatches; ++i) {
+    if (token + 1 + i * kBatch < slots.num_tokens) may_be |= later[i].may_have(slot);
+  }
   // A slot outside the cache is skipped like padding.
   bool write = value >= 0 && value < cache.num_slots;
   if (__builtin_expect(__any_sync(kFullWarp, may_be), 0) && write) {
@@ -93,7 +99,7 @@ __device__ __forceinline__ void insert_together(unsigned int first, const char* 
                                                 const PagedCache<kVector>& cache,
                                                 const CastScale& scale, const RopeTable& table) {
   constexpr unsigned int kRows = kThreads / 32;
-  constexpr unsigned int kBatch = 32 * kRows * LaterSlots::kTokens;
+  constexpr unsigned int kBlockBatch = kRows * kBatch;
   const unsigned int warp = threadIdx.x / 32;
   const unsigned int lane = threadIdx.x % 32;
   const unsigned int token = first + warp;
@@ -125,7 +131,7 @@ __device__ __forceinline__ void insert_together(unsigned int first, const char* 
       for (unsigned int row = 0; row < kRows; ++row) {
         if (later.may_have(__shfl_sync(kFullWarp, low, row))) named |= 1u << row;
       }
-      start += kBatch;
+      start += kBlockBatch;
       if (start >= slots.num_tokens) break;
       later = LaterSlots(start + threadIdx.x, 32 * kRows, slots);
     }
@@ -138,19 +144,21 @@ __device__ __forceinline__ void insert_together(unsigned int first, const char* 
 }
 
 // Tokens first, ..., one a warp. All threads of the block call it, behind the dependency wait.
-template <typename T, CacheFormat kFormat, bool kRope, bool kVector, int kThreads>
+template <typename T, CacheFormat kFormat, bool kRope, bool kVector, int kThreads,
+          unsigned int kBatches = 2>
 __device__ __forceinline__ void insert_row(unsigned int first, const char* nope_row,
                                            const char* rope_row, const SlotMapping& slots,
                                            const PagedCache<kVector>& cache, const CastScale& scale,
                                            const RopeTable& table) {
-  if (slots.num_tokens > kSearchAlone) {
+  if (slots.num_tokens > kBatches * kBatch) {
     insert_together<T, kFormat, kRope, kVector, kThreads>(first, nope_row, rope_row, slots, cache,
                                                           scale, table);
     return;
   }
   const unsigned int token = first + threadIdx.x / 32;
   if (threadIdx.x >= kThreads / 32 * 32 || token >= slots.num_tokens) return;
-  insert_alone<T, kFormat, kRope, kVector>(token, nope_row, rope_row, slots, cache, scale, table);
+  insert_alone<T, kFormat, kRope, kVector, kBatches>(token, nope_row, rope_row, slots, cache, scale,
+                                                     table);
 }
 
 // Tokens first, ..., first + count - 1, at most LastWriters::kMaxTokens. All threads of the block.

@@ -14,9 +14,12 @@ from rich.table import Table
 from k3cupy.bench.forms import form_of, key_of
 from k3cupy.runtime.devices import DeviceInfo
 
+_WIDTH_OF_FILES = 1000
+"""Characters: more than any table has."""
+
 
 def print_table(document: Mapping[str, Any]) -> None:
-    """Print a document's entries to the terminal; times in microseconds."""
+    """Print a document's entries; times in microseconds. A file or a pipe gets whole lines."""
     form = form_of(document)
     table = Table(title=form.title)
     for column in form.columns:
@@ -24,6 +27,8 @@ def print_table(document: Mapping[str, Any]) -> None:
     for entry in document["entries"]:
         table.add_row(*form.cells(entry))
     console = Console(soft_wrap=True)
+    if not console.is_terminal:
+        console.width = _WIDTH_OF_FILES
     console.print(table)
     for line in _remarks(document):
         console.print(line)

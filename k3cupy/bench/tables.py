@@ -72,7 +72,7 @@ def joined(runs: Sequence[Run]) -> Run:
     if len(kernels) > 1:
         about += f", {len(runs)} runs of {len(kernels)} versions of the kernels"
     elif len(runs) > 1:
-        about += f", the mean of {len(runs)} runs"
+        about += f", {len(runs)} runs: their mean where several measured the same"
     return {**newest, "about": f"{about}."}, list(found.values())
 
 

@@ -38,13 +38,10 @@ TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, MAX_TOKENS)
 TOKEN_CLASSES = (1, 8, 16, 32, MAX_TOKENS)
 """Numbers of tokens that differ in kind; no call takes an entry from beyond its own class."""
 
-_SHORT_WEIGHT = 100_000_000
-"""Bytes of a weight up to which up to 16 tokens are short: some 25 us on an H200."""
-
 _ROWS_AN_SM = 32
 """Rows of a weight, a multiprocessor, from which on the rule of thumb leaves more than 32 tokens to
-cuBLAS: there its tiles fill the GPU without cutting K. Of the H200's 28 weights, held against their
-measurements at 64 tokens, the rule loses 3% on average, any number from 28 to 36 the same to 1%."""
+cuBLAS, which may be faster than the cost model's configuration. Held against what was measured of
+the H200's 58 weights at 64 tokens, that loses 7% on average, any number from 28 on the same."""
 
 
 def class_of(num_tokens: int) -> int:
@@ -115,12 +112,6 @@ class _Product(NamedTuple):
     gpu: DeviceInfo
 
     @property
-    def is_short(self) -> bool:
-        """Whether a product takes so little time that what stands beside it decides much of it."""
-        few = self.num_tokens <= skinny_gemm.MAX_TOKENS
-        return few and 2 * self.n * self.k < _SHORT_WEIGHT
-
-    @property
     def unknown(self) -> str:
         """Why no measurement decides."""
         last = class_of(self.num_tokens)
@@ -140,8 +131,6 @@ def _chosen(
     if batch_invariant:
         return _invariant(of)
     for table in tables_of(GEMM, of.gpu):
-        if table.is_alone and SKINNY in kernels and of.is_short:
-            continue  # the rule knows better
         entry, told = entry_at(table, of.n, of.k, of.num_tokens, residual)
         if entry is not None:
             found = _known(kernels, table, entry, of, told)
@@ -186,9 +175,9 @@ def entry_at(
     Where it knows no residual, what it knows without one stands in.
     """
     found = table.entries(problem_of(n, k, residual=residual))
-    told = ", alone" * table.is_alone
+    told = ""
     if residual and not found:
-        found, told = table.entries(problem_of(n, k)), f"{told}, without the residual"
+        found, told = table.entries(problem_of(n, k)), ", without the residual"
     if table.origin == PUBLIC:
         # Published figures list the numbers of tokens at which a kernel won, and no other.
         lost = Entry(problem_of(n, k), num_tokens, {}, LINEAR, None)
@@ -249,8 +238,7 @@ def _invariant(of: _Product) -> Choice:
         config = _invariant_config(table, of)
         if config is not None:
             where = f"measured on {of.gpu.name} for {of.n} x {of.k}, M = {class_of(of.num_tokens)}"
-            where += f"{', alone' * table.is_alone}, one summation order for all M"
-            reason = f"batch-invariant{slices}; {where}"
+            reason = f"batch-invariant{slices}; {where}, one summation order for all M"
             return Choice(FUSED_A, config, reason, table.origin)
     config, why = _modelled(FUSED_A, of, batch_invariant=True)
     return Choice(FUSED_A, config, f"batch-invariant{slices}; {why}")

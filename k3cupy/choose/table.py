@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import os
@@ -57,10 +56,6 @@ UNITS = {
     MLA_PREFILL: "us added to the chain",
 }
 """How the entries of a file were measured; those of two ways are never compared."""
-
-ALONE = "us a launch, cold weights"
-"""How GEMMs were measured before: there wide tiles on few multiprocessors look better than they are
-between other kernels, and what is short looks worse."""
 
 _SHIPPED = Path(__file__).parent / "tables"
 _KEPT = 8192
@@ -272,11 +267,6 @@ class Table:
         for problem in self.problems:
             yield from self.entries(problem).values()
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether what we measured were kernels that follow themselves, not what counts now."""
-        return self.origin == SHIPPED and self.header.get("unit") == ALONE
-
 
 def slug(name: str) -> str:
     """Return a GPU's name as a folder's: ``NVIDIA H200`` is ``nvidia_h200``."""
@@ -346,24 +336,18 @@ def parts_of(text: str) -> tuple[dict[str, Any], dict[str, list[Any]]]:
 
 
 @functools.cache
-def _shipped(folder: str, name: str) -> Table | None:
-    file = _SHIPPED / folder / f"{name}.json"
+def _shipped(folder: str, family: str) -> Table | None:
+    file = _SHIPPED / folder / f"{family}.json"
     if not file.is_file():
         return None
     header, problems = parts_of(file.read_text("utf-8"))
     return Table(SHIPPED if header["gpu"] else PUBLIC, header, problems)
 
 
-def _names(family: str) -> tuple[str, str]:
-    """Return the files of a family: of its chain, and of kernels alone as before."""
-    return family, f"{family}_alone"
-
-
 @functools.cache
 def shipped(family: str) -> tuple[Table, ...]:
     """Return every table of a family that the package ships."""
-    folders = sorted(os.listdir(_SHIPPED))
-    found = (_shipped(folder, name) for folder in folders for name in _names(family))
+    found = (_shipped(folder, family) for folder in sorted(os.listdir(_SHIPPED)))
     return tuple(table for table in found if table)
 
 
@@ -371,8 +355,7 @@ def shipped(family: str) -> tuple[Table, ...]:
 def _tables_of(family: str, name: str, arch: str, _state: int) -> tuple[Table, ...]:
     from k3cupy.choose import cache  # which reads and writes tables
 
-    files = itertools.product((slug(name), arch), _names(family))
-    found = (cache.table(family, name), *itertools.starmap(_shipped, files))
+    found = (cache.table(family, name), _shipped(slug(name), family), _shipped(arch, family))
     return tuple(table for table in found if table and table.problems)
 
 
@@ -389,7 +372,7 @@ def measured_elsewhere(family: str, gpu: DeviceInfo) -> tuple[Table, ...]:
 def why_unknown(family: str, what: str, gpu: DeviceInfo) -> str:
     """Say why no measurement of a GPU decides: none of the problem, or none at all."""
     if any(table.origin in (USER, SHIPPED) for table in tables_of(family, gpu)):
-        return f"{what} is not in the chain's table of {gpu.name}"
+        return f"{what} is not in the table of {gpu.name}"
     others = dict.fromkeys(t.header["gpu"] for t in measured_elsewhere(family, gpu))
     does_not_hold = f" (that of {' and '.join(others)} does not hold for it)" if others else ""
     return f"{gpu.name} has no measured table{does_not_hold}"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -19,6 +20,8 @@ _WINDOWS = ("mla-front", "kda-front", "mla-back", "moe-front")
 """As ``bench.layers`` has them; to import that takes PyTorch."""
 
 _COUNT = click.IntRange(1)
+
+_Entry = TypeVar("_Entry")
 
 
 @click.group()
@@ -80,6 +83,19 @@ def _need_matplotlib(plot: Path | None) -> None:
         raise click.ClickException('--plot needs matplotlib: pip install "k3cupy[bench]"')
 
 
+def _measured(entries: Iterable[_Entry]) -> list[_Entry]:
+    """Return all entries, or those that are there when somebody presses Ctrl-C."""
+    found: list[_Entry] = []
+    try:
+        for entry in entries:
+            found.append(entry)
+    except KeyboardInterrupt:
+        if not found:
+            raise
+        click.echo(f"Interrupted; what follows are the {len(found)} that were measured.", err=True)
+    return found
+
+
 def _show(document: dict[str, Any], path: Path | None) -> None:
     from k3cupy.bench import report
 
@@ -118,15 +134,12 @@ def decode_command(
         raise click.BadParameter(f"{unknown[0]!r} is none of {', '.join(decode.KINDS)}")
     around = producer, consumer
     every = kinds or decode.KINDS, tokens or decode.TOKENS
-    entries = list(decode.run(*every, heads, [("chain", True)], around))
+    runs = [decode.run(*every, heads, [("chain", True)], around)]
     if not chain_only:
-        entries += decode.run(
-            kinds or decode.KINDS[:2],
-            tokens or (1, 4, 16, 64, 65, 128, 512),
-            heads,
-            [("chain", False), ("alone", True), ("alone", False)],
-            around,
-        )
+        fewer = kinds or decode.KINDS[:2], tokens or (1, 4, 16, 64, 65, 128, 512)
+        scenarios = [("chain", False), ("alone", True), ("alone", False)]
+        runs.append(decode.run(*fewer, heads, scenarios, around))
+    entries = _measured(itertools.chain.from_iterable(runs))
     _show(decode.as_document(entries, commit, around), path)
 
 
@@ -163,7 +176,7 @@ def prefill_command(
         raise click.BadParameter(f"{unknown[0]!r} is none of {', '.join(names)}")
     around = producer, consumer
     entries = prefill.run(wanted or OPS, tokens or prefill.TOKENS, heads, rope, around)
-    _show(prefill.as_document(list(entries), commit, around), path)
+    _show(prefill.as_document(_measured(entries), commit, around), path)
 
 
 @bench.command("gemm")
@@ -195,7 +208,7 @@ def gemm_command(
     wanted = named_shapes(shapes, preset)
     around = producer, consumer
     entries = gemm.run(wanted, tokens or TOKEN_CLASSES, around)
-    document = gemm.as_document(list(entries), commit, around)
+    document = gemm.as_document(_measured(entries), commit, around)
     _show(document, path)
     if plot is not None:
         from k3cupy.bench.plots import plot_gemm
@@ -230,7 +243,7 @@ def linear_command(
     wanted = named_shapes(shapes, preset)
     around = producer, consumer
     entries = linear.run(wanted, tokens or linear.TOKENS, around)
-    _show(linear.as_document(list(entries), commit, around), path)
+    _show(linear.as_document(_measured(entries), commit, around), path)
 
 
 @bench.command("window")
@@ -255,7 +268,7 @@ def window_command(
     from k3cupy.bench import window
 
     entries = window.run(kinds or _WINDOWS, tokens or window.TOKENS)
-    document = window.as_document(list(entries), commit)
+    document = window.as_document(_measured(entries), commit)
     _show(document, path)
     if plot is not None:
         from k3cupy.bench.plots import plot_windows

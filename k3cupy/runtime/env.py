@@ -8,6 +8,9 @@
 | K3CUPY_CACHE_DIR       | where measurements of this machine's GPUs are kept         | once      |
 | K3CUPY_BUNDLE          | folders of binaries made by ``k3cupy bundle``              | each load |
 | K3CUPY_NO_COMPILE      | on: what is not ready is an error                          | each load |
+| K3CUPY_VLLM            | on, or the targets of vLLM that we stand in for            | at start  |
+| K3CUPY_VLLM_KV_READY   | on: the promise ``kv_inputs_ready`` for vLLM's decode      | at start  |
+| K3CUPY_SGLANG          | on, or the targets of SGLang that we stand in for          | at start  |
 
 ``1``, ``true``, ``on`` and ``yes`` are on; ``0``, ``false``, ``off``, ``no`` and an empty text off.
 Compiled binaries are kept in CuPy's cache folder, which CUPY_CACHE_DIR names.
@@ -28,6 +31,7 @@ SOURCE_DIR = os.environ.encodekey("K3CUPY_SOURCE_DIR")
 CHECK = os.environ.encodekey("K3CUPY_CHECK")
 BATCH_INVARIANT = os.environ.encodekey("K3CUPY_BATCH_INVARIANT")
 BUNDLE, NO_COMPILE = "K3CUPY_BUNDLE", "K3CUPY_NO_COMPILE"
+SGLANG = "K3CUPY_SGLANG"
 
 _OURS = f"{__name__.partition('.')[0].upper()}_"
 _OFF, _ON = ("0", "false", "off", "no"), ("1", "true", "on", "yes")
@@ -79,6 +83,33 @@ def settings() -> dict[str, str]:
 def cache_dir() -> str | None:
     """Return the directory named by K3CUPY_CACHE_DIR, or None."""
     return _folder("K3CUPY_CACHE_DIR")
+
+
+def vllm_targets() -> tuple[str, ...] | None:
+    """Return what K3CUPY_VLLM names, () for everything, None for nothing."""
+    return _names("K3CUPY_VLLM")
+
+
+def vllm_kv_ready() -> bool:
+    """Return whether K3CUPY_VLLM_KV_READY makes the promise.
+
+    Raises:
+        ValueError: it is neither on nor off.
+    """
+    return _flag("K3CUPY_VLLM_KV_READY")
+
+
+def sglang_targets() -> tuple[str, ...] | None:
+    """Return what K3CUPY_SGLANG names, () for everything, None for nothing."""
+    return _names(SGLANG)
+
+
+def _names(name: str) -> tuple[str, ...] | None:
+    value = os.environ.get(name, "").strip()
+    if value.lower() in ("", *_OFF):
+        return None
+    names = (part.strip() for part in value.split(","))
+    return () if value.lower() in _ON else tuple(filter(None, names))
 
 
 def _folder(name: str) -> str | None:

@@ -53,11 +53,13 @@ class LayerReport:
 
     Attributes:
         name: as ``named_modules`` has it, ``""`` for the module itself.
-        shape: (N, K), or None where the layer does not tell.
-        device: where its weight is, ``"cuda:0"``; ``""`` without one.
+        shape: (N, K), of this rank's share where tensor parallelism split the weight; None where
+            the layer does not tell.
+        device: where its weight is in a call, ``"cuda:0"``; ``""`` without one.
         installed: the layer asks k3cupy's dispatcher now.
         plan: which kernel runs for which M; empty for a layer that is not on a GPU.
-        reason: why the layer was left alone, or what else there is to say; ``""`` for nothing.
+        reason: why the layer was left alone, or what else there is to say, such as who is around
+            it; ``""`` for nothing.
     """
 
     name: str

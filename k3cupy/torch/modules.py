@@ -35,15 +35,18 @@ def enable_low_latency_gemm(
     """Let the linear layers of a model run k3cupy's kernels where those are the fastest.
 
     Each ``nn.Linear`` without bias and with a bfloat16 weight, whatever module it is in, then calls
-    ``low_latency_linear``. On a GPU it must also have a plan for its shape; on the CPU it goes on
-    with the framework's linear until it moves to a GPU. Everything else is left alone, and the
-    report says why. Parameters, names, hooks and the state dict stay as they are. Calling it again
-    brings layers up to date, those that came later and those that are no longer eligible.
+    ``low_latency_linear``. On a GPU it must also have a plan for its shape; on the CPU and on the
+    meta device it goes on with the framework's linear until it has values on a GPU. Offloaded,
+    sharded and adapted layers are served too, whether that was done before or comes later.
+    Everything else is left alone, and the report says why. Parameters, names, hooks and the state
+    dict stay as they are. Calling it again brings layers up to date, those that came later and
+    those that are no longer eligible.
 
     The layers promise that the kernel before them does not write their weight, so that it can be
     fetched early. After an in-place change, ``load_state_dict`` or ``.to(...)`` the next call goes
-    without the promise. PyTorch does not count writes through ``weight.data`` or by other
-    libraries: behind one, call ``torch.autograd.graph.increment_version(weight)``.
+    without the promise, and so does every call of an adapter's base layer and of a weight that FSDP
+    or tensor parallelism has sharded. PyTorch does not count other writes through ``weight.data``
+    or by other libraries: behind one, call ``torch.autograd.graph.increment_version(weight)``.
 
     Args:
         module: any module, on any device.
@@ -72,18 +75,19 @@ def enable_low_latency_gemm(
     _check_module(module)
     checks.check_flags(locals(), "warmup")
     counts = tuple(sorted(set(tokens_of(tokens, MAX_TOKENS))))
-    from k3cupy.torch import torch_linear
+    from k3cupy.torch import torch_linear, wrappers
 
+    adapted = wrappers.adapted_in(module)
     invariant = batch_invariance.resolved(batch_invariant)
     layers = [
-        (layer, _look_at(name, layer, counts, invariant))
+        (layer, _look_at(name, layer, counts, invariant, layer in adapted))
         for name, layer in torch_linear.linear_layers(module)
     ]
     if warmup:
         warm_up([row for _, row in layers if row.installed], counts, invariant)
     for layer, row in layers:
         if row.installed:
-            torch_linear.exchange(layer, batch_invariant)
+            torch_linear.exchange(layer, batch_invariant, layer in adapted)
         else:
             torch_linear.exchange_back(layer)
     return LinearReport([row for _, row in layers])
@@ -114,7 +118,10 @@ def disable_low_latency_gemm(module: nn.Module) -> int:
     return sum(map(torch_linear.exchange_back, module.modules()))
 
 
-_ON_CPU = "on the CPU: framework linear until it moves to a GPU"
+_NOT_YET = {
+    "cpu": "on the CPU: framework linear until it moves to a GPU",
+    "meta": "on the meta device: framework linear until it has values on a GPU",
+}
 
 
 def _check_module(module: Any) -> None:
@@ -123,24 +130,31 @@ def _check_module(module: Any) -> None:
         reject("module", "a torch.nn.Module", type(module).__name__, error=TypeError)
 
 
-def _look_at(name: str, layer: nn.Module, tokens: Sequence[int], invariant: bool) -> LayerReport:
+def _look_at(
+    name: str, layer: nn.Module, tokens: Sequence[int], invariant: bool, is_adapted: bool
+) -> LayerReport:
     """Report on a layer as it will be, changing nothing."""
-    from k3cupy.torch import torch_linear
+    from k3cupy.torch import torch_linear, wrappers
 
     weight = torch_linear.weight_of(layer)
+    device = None if weight is None else weight.device
+    if weight is not None and weight.is_meta:
+        device = wrappers.offloaded_to(layer) or device
     row = LayerReport(
         name=name,
         shape=torch_linear.size_of(layer),
-        device="" if weight is None else str(weight.device),
+        device="" if device is None else str(device),
         installed=False,
         reason=torch_linear.why_not(layer) or "",
     )
-    if row.reason or weight is None or row.shape is None:
+    if row.reason or device is None or row.shape is None:
         return row
-    if not weight.is_cuda:
-        return replace(row, installed=True, reason=_ON_CPU)
-    plan, why_none = plan_of(row.shape, tokens, devices.info(weight.device.index), invariant)
-    return replace(row, installed=not why_none, plan=plan, reason=why_none)
+    notes = torch_linear.notes_on(layer, is_adapted)
+    if device.type != "cuda":
+        reason = "; ".join(filter(None, [_NOT_YET.get(device.type, ""), *notes]))
+        return replace(row, installed=True, reason=reason)
+    plan, why_none = plan_of(row.shape, tokens, devices.info(device.index), invariant)
+    return replace(row, installed=not why_none, plan=plan, reason=why_none or "; ".join(notes))
 
 
 def plan_of(

@@ -152,6 +152,11 @@ def settle(weight: Tensor) -> None:
         _forget()
 
 
+def unsettle(weight: Tensor) -> None:
+    """Forget what calls have read: somebody may have written the weight where nobody counts."""
+    _read_weights.pop(weight._cdata, None)
+
+
 _read_weights: dict[int, tuple[StorageWeakRef, int, int, bool]] = {}
 """By a weight's identity: its storage, address and version when a call last read it, and whether a
 CUDA graph captured that call.

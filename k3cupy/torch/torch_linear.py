@@ -6,7 +6,8 @@ is stored in it: each call asks the dispatcher, with the weight as it is then.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from torch.compiler import is_compiling
 from torch.nn.modules.linear import Linear  # itself: nn.Linear is a name that others assign to
 
 from k3cupy.call.repeat import MISS
-from k3cupy.torch.torch_library import linear_of_any_rank, repeated
+from k3cupy.torch import shards, wrappers
+from k3cupy.torch.torch_library import linear_of_any_rank, repeated, unsettle
+from k3cupy.torch.wrappers import ADAPTED, ADAPTED_NAME
 
 _PLAIN = (Tensor, nn.Parameter)
 """Classes whose data is what it looks like: no quantised, sharded or fake tensors."""
@@ -60,12 +63,25 @@ class LowLatencyLinear(Linear):  # type: ignore[misc]
             and Linear.forward is _own_forward
             and F.linear is _own_linear
         ):
-            # FSDP gathers a weight into the same tensor, hidden from PyTorch's count of writes.
-            static = "_is_fsdp_managed_module" not in self.__dict__
+            # PyTorch counts no writes where FSDP gathers a weight into the same memory, where an
+            # adapter is merged into one, and to a plain tensor that is a view of a DTensor's share.
+            own = self.__dict__
+            static = (
+                "_is_fsdp_managed_module" not in own
+                and ADAPTED not in own
+                and type(weight) is not Tensor
+            )
             if is_compiling():
                 if _may_be_operator(input, weight):
                     return torch.ops.k3cupy.low_latency_linear(
                         input, weight, None, static, self.batch_invariant
+                    )
+                part = None if type(weight) in _PLAIN else shards.part_of(input, weight)
+                if part is not None and _may_be_operator(part.x, part.weight):
+                    return part.whole(
+                        torch.ops.k3cupy.low_latency_linear(
+                            part.x, part.weight, None, False, self.batch_invariant
+                        )
                     )
             else:
                 if (
@@ -78,7 +94,12 @@ class LowLatencyLinear(Linear):  # type: ignore[misc]
                     if out is not MISS:
                         return out
                 if not _may_be_ours(input, weight):
-                    return Linear.forward(self, input)
+                    part = shards.part_of(input, weight)
+                    if part is None or not _may_be_ours(part.x, part.weight):
+                        return Linear.forward(self, input)
+                    return part.whole(
+                        linear_of_any_rank(part.x, part.weight, None, False, self.batch_invariant)
+                    )
                 return linear_of_any_rank(input, weight, None, static, self.batch_invariant)
         return Linear.forward(self, input)  # not super(): self may be no instance of this any more
 
@@ -177,27 +198,38 @@ def why_not(layer: nn.Module) -> str | None:
     if torch.nn.utils.parametrize.is_parametrized(layer):
         return "its weight is parametrized: it is computed anew on each call"
     if kind not in (Linear, LowLatencyLinear):
+        if shards.is_gathered(layer) and kind.__name__.startswith("FSDP"):
+            return (
+                f"it is a {kind.__name__}, sharded on its own: shard the module around it instead"
+            )
         where = f" of {kind.__module__}" if kind.__name__ == "Linear" else ""
         return f"it is a {kind.__name__}{where}, not an nn.Linear itself"
-    if "forward" in vars(layer) and not _is_own(vars(layer)["forward"], layer):
+    if _is_wrapped(layer) and not any(_places_of(layer)):
         return "its forward was replaced, by a wrapper or a hook: enable before that is done"
     if replaced := _replaced():
         return f"{replaced} was replaced for all layers: that runs, and no kernel of ours"
     weight = layer._parameters.get("weight")
     if weight is None:
+        if shards.is_gathered(layer):
+            return "FSDP keeps its weight in a flat parameter: use_orig_params=True, or fully_shard"
         return "its weight is no parameter: a hook computes it, by pruning or weight norm"
     if layer._parameters.get("bias", weight) is not None:
         return "it has a bias"
-    if type(weight) not in _PLAIN:
+    if shards.is_shard(weight):
+        if not shards.is_gathered(layer):
+            if why := shards.why_not_local(weight):
+                return why
+            weight = weight_of(layer)
+    elif type(weight) not in _PLAIN:
         return f"its weight is a {type(weight).__name__}, not a plain tensor"
-    if weight.is_meta:
-        return "its weight is on the meta device: enable again once it has values"
-    if not (weight.is_cuda or weight.is_cpu):
+    if not (weight.is_cuda or weight.is_cpu or weight.is_meta):
         return f"its weight is on {weight.device}, neither a CUDA GPU nor the CPU"
     if weight.layout is not torch.strided:
         return f"its weight is {str(weight.layout).removeprefix('torch.')}, not dense"
     if weight.dtype != torch.bfloat16:
         return f"its weight is {str(weight.dtype).removeprefix('torch.')}, not bfloat16"
+    if weight.dim() != 2 and shards.is_gathered(layer):
+        return "its weight is a part of FSDP's flat parameter: enable before it is sharded"
     if weight.dim() != 2:
         return f"its weight has shape {list(weight.shape)}, not [N, K]"
     if not weight.numel():
@@ -211,10 +243,38 @@ def _is_own(forward: Any, layer: nn.Module) -> bool:
     return function in (_own_forward, LowLatencyLinear.forward) and forward.__self__ is layer
 
 
+def _is_wrapped(layer: nn.Module) -> bool:
+    """Return whether a layer's forward was replaced on the layer itself."""
+    return "forward" in vars(layer) and not _is_own(vars(layer)["forward"], layer)
+
+
+def _places_of(layer: nn.Module) -> Iterator[Callable[[Any], None]]:
+    """Yield what puts another forward where wrappers keep the layer's own."""
+    return wrappers.places_of(layer, lambda forward: _is_own(forward, layer))
+
+
+def notes_on(layer: nn.Module, is_adapted: bool) -> list[str]:
+    """Return in words what else there is to say of a layer that may be exchanged."""
+    notes, weight = [], layer._parameters.get("weight")
+    if shards.is_gathered(layer):
+        notes.append("FSDP gathers its weight for each call, which waits for it")
+    elif shards.is_shard(weight):
+        notes.append(shards.share_of(weight))
+    if _is_wrapped(layer):
+        notes.append(f"called by the forward that {wrappers.wrapper_of(layer)} put on it")
+    if is_adapted:
+        notes.append("an adapter may be merged into its weight, for which each call waits")
+    return notes
+
+
 def weight_of(layer: nn.Module) -> Tensor | None:
-    """Return a layer's weight where it is a parameter that has a size."""
+    """Return a layer's weight, this rank's share of a sharded one, where it has a size."""
     weight = layer._parameters.get("weight")
-    return None if isinstance(weight, nn.parameter.UninitializedParameter) else weight
+    if isinstance(weight, nn.parameter.UninitializedParameter):
+        return None
+    if shards.is_shard(weight) and not shards.is_gathered(layer):
+        return shards.local_of(weight)
+    return weight
 
 
 def size_of(layer: nn.Module) -> tuple[int, int] | None:
@@ -226,9 +286,17 @@ def size_of(layer: nn.Module) -> tuple[int, int] | None:
     return (n, k) if isinstance(n, int) and isinstance(k, int) and n * k > 0 else None
 
 
-def exchange(layer: nn.Module, batch_invariant: bool | None) -> None:
+def exchange(layer: nn.Module, batch_invariant: bool | None, is_adapted: bool) -> None:
     """Give a layer the class that runs the low-latency linear."""
-    vars(layer).pop("forward", None)
+    if type(layer) is not LowLatencyLinear:
+        unsettle(layer._parameters["weight"])
+    if is_adapted:
+        vars(layer)[ADAPTED] = True
+    if _is_wrapped(layer):
+        for put in list(_places_of(layer)):
+            put(MethodType(LowLatencyLinear.forward, layer))
+    else:
+        vars(layer).pop("forward", None)
     # In the layer even where it is None: compiled code of PyTorch 2.11 guards what a layer holds,
     # not its class. In one step, and first: another thread may be calling the layer.
     vars(layer)["batch_invariant"] = batch_invariant
@@ -239,6 +307,22 @@ def exchange_back(layer: nn.Module) -> bool:
     """Make a layer an ``nn.Linear`` again, and return whether it was exchanged."""
     if type(layer) is not LowLatencyLinear:
         return False
+    if _is_wrapped(layer):
+        for put in list(_places_of(layer)):
+            put(MethodType(_own_forward or Linear.forward, layer))
     layer.__class__ = Linear
     layer.__dict__.pop("batch_invariant", None)
+    layer.__dict__.pop(ADAPTED, None)
     return True
+
+
+def _note_adapter(_: nn.Module, name: str, layer: Any) -> None:
+    """Note on an enabled layer whether it is an adapter's now, whenever a module takes one in."""
+    if type(layer) is LowLatencyLinear:
+        if layer.__dict__.pop(ADAPTED, False) and (weight := weight_of(layer)) is not None:
+            unsettle(weight)
+        if name == ADAPTED_NAME:
+            layer.__dict__[ADAPTED] = True
+
+
+nn.modules.module.register_module_module_registration_hook(_note_adapter)
