@@ -7,7 +7,7 @@ import hashlib
 import os
 import re
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,7 +15,8 @@ from typing import Any
 import k3cupy
 from k3cupy import projections
 from k3cupy.kernels.fused_a_gemm import K_MULTIPLE
-from k3cupy.ops.warmup import wanted_of
+from k3cupy.ops.warmup import EVERY_CACHE, wanted_of
+from k3cupy.projections import Projection
 from k3cupy.runtime import binaries, bundles, offline, sources, toolchain
 from k3cupy.runtime.bundles import Bundle
 from k3cupy.runtime.devices import DeviceInfo
@@ -24,7 +25,10 @@ from k3cupy.runtime.instances import Instance
 
 _FLAGS = (False, True)
 _FLOAT32, _FUSED_A = "float32", "qkv_a_proj"
-"""In a projection's name: its outputs; engines call the fused-A GEMM for it by name."""
+"""In a projection's name: its outputs; that engines call the fused-A GEMM for it by name."""
+
+_BY_NAME = range(1, 17)
+"""Tokens of such calls. With static weights vLLM's plans have them for other projections too."""
 
 
 def instances_of(
@@ -34,6 +38,7 @@ def instances_of(
     *,
     batch_invariant: bool = False,
     kv_inputs_ready: bool = False,
+    **fewer: Any,
 ) -> Iterator[Instance]:
     """Yield every instance that a model's calls get on a GPU, some of them more than once.
 
@@ -47,38 +52,60 @@ def instances_of(
         gpu: as ``devices.named`` describes it.
         batch_invariant: also for that mode of linear layers.
         kv_inputs_ready: also for decode calls with that promise.
+        **fewer: ``weight_is_static``, ``kv_cache`` or ``rope``, some values alone, as of warm-ups;
+            ``ONE_SERVER`` has them.
 
     Raises:
         ValueError: there is no such model, or nothing is known of it at this degree.
     """
-    for op, options in _wanted(model, tp, batch_invariant, kv_inputs_ready):
-        yield from wanted_of(op, options)(gpu)
-
-
-def _wanted(
-    model: str, tp: int, batch_invariant: bool, kv_inputs_ready: bool
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield operations with the options of their warm-ups."""
     local = projections.of_degree(model, tp)
-    # The epilogues first: they take the longest to compile, and the others longer to choose.
-    yield "mla_prefill", {"rope": _FLAGS}
-    ready = _FLAGS if kv_inputs_ready else False
-    yield "mla_decode", {"rope": _FLAGS, "kv_inputs_ready": ready}
-    unquantised = {"kv_cache": "fp8", "query_fp8": False}
-    yield "mla_decode", {**unquantised, "rope": _FLAGS, "kv_inputs_ready": ready}
+    options = {"weight_is_static": _FLAGS, "kv_cache": EVERY_CACHE, "rope": _FLAGS, **fewer}
+    statics = options.pop("weight_is_static")
+    ready = _FLAGS if kv_inputs_ready else (False,)
+    wanted = [*_epilogues(ready, **options)]
     for invariant in (False, True)[: 1 + batch_invariant]:
-        linear = {"weight_is_static": _FLAGS, "batch_invariant": invariant}
-        for which, options in (
-            (lambda p: True, {}),
-            (lambda p: p.residual, {"residual": True}),
-            (lambda p: _FLOAT32 in p.name, {"out_dtype": "float32"}),
-        ):
-            pairs = dict.fromkeys((p.n, p.k) for p in local if which(p))
-            if pairs:
-                yield "low_latency_linear", {"shapes": list(pairs), **linear, **options}
-        by_name = [(p.n, p.k) for p in local if _FUSED_A in p.name and p.k % K_MULTIPLE == 0]
+        wanted += _products(local, statics, invariant)
+    for op, of_op in wanted:
+        yield from wanted_of(op, of_op)(gpu)
+
+
+ONE_SERVER: dict[str, Any] = {"weight_is_static": (True,), "kv_cache": ("fp8",), "rope": (False,)}
+"""What one server of a model without RoPE calls, that loads its weights once."""
+
+
+def _epilogues(
+    ready: Sequence[bool], kv_cache: Sequence[str], rope: Sequence[bool]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield operations with the options of their warm-ups.
+
+    They come first: they take long to compile, and products long to choose.
+    """
+    yield "mla_prefill", {"kv_cache": kv_cache, "rope": rope}
+    decode = {"rope": rope, "kv_inputs_ready": ready}
+    yield "mla_decode", {"kv_cache": kv_cache, **decode}
+    if "fp8" in kv_cache:
+        yield "mla_decode", {"kv_cache": "fp8", "query_fp8": False, **decode}
+
+
+def _products(
+    local: Sequence[Projection], statics: Sequence[bool], invariant: bool
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the same for linear layers, and for the fused-A GEMM where it is called by name."""
+    linear = {"weight_is_static": statics, "batch_invariant": invariant}
+    for which, options in (
+        (lambda p: True, {}),
+        (lambda p: p.residual, {"residual": True}),
+        (lambda p: _FLOAT32 in p.name, {"out_dtype": "float32"}),
+    ):
+        pairs = dict.fromkeys((p.n, p.k) for p in local if which(p))
+        if pairs:
+            yield "low_latency_linear", {"shapes": list(pairs), **linear, **options}
+    for static in statics:
+        by_name = [p for p in local if p.k % K_MULTIPLE == 0 and (static or _FUSED_A in p.name)]
         if by_name:
-            yield "fused_a_gemm", {"shapes": by_name, **linear}
+            modes = {"weight_is_static": static, "batch_invariant": invariant}
+            pairs = dict.fromkeys((p.n, p.k) for p in by_name)
+            yield "fused_a_gemm", {"shapes": list(pairs), "tokens": _BY_NAME, **modes}
 
 
 def make(

@@ -108,17 +108,18 @@ def test_the_scenarios(monkeypatch: pytest.MonkeyPatch) -> None:
         ("cold", 1, "cold", None, of_model),
         ("warm", 1, "cold", None, of_model),
         ("warm, first calls alone", 1, "cold", None, {}),
+        ("cold, one cache format", 1, "fewer", None, {**of_model, **bundling.ONE_SERVER}),
         ("cold, 8 at once", 8, "shared", None, of_model),
         ("bundle", 1, "unused", "bundle", of_model),
         ("bundle, first calls alone", 1, "unused", "bundle", {}),
     ]
     assert told == [
         *asked,
-        *["wait"] * 6,
-        *kinds[:4],
+        *["wait"] * 7,
+        *kinds[:5],
         (["one"], "glm-5.2 tp4", H200),
-        *kinds[4:],
-        *["end"] * 6,
+        *kinds[5:],
+        *["end"] * 7,
     ]
     assert kinds == [kind for kind, *_ in asked]
 

@@ -429,8 +429,9 @@ def test_every_call_of_a_model_gets_what_the_bundle_has(
                     x, weight, weight_is_static=static, out_dtype=torch.float32
                 )
     weight = cuda(3648, 7168)
-    for m in range(1, 65):
-        k3cupy.fused_a_gemm(cuda(m, 7168), weight)
+    for m, static in itertools.product(range(1, 17), (False, True)):
+        k3cupy.fused_a_gemm(cuda(m, 7168), weight, weight_is_static=static)
+        k3cupy.fused_a_gemm(cuda(m, 3584), cuda(7168, 3584), weight_is_static=True)
     assert any(p.residual for p in local)
     for formats in ({}, {"cache_scale_inv": 1.0}, {"cache_scale_inv": 1.0, "q_scale_inv": 1.0}):
         for rope in (False, True):
@@ -460,6 +461,18 @@ def test_modes_add_to_it(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(projections, "of_degree", lambda *_: [projections.Projection(96, 512, "o")])
     plain = set(bundling.instances_of("glm-5.2", 8, H200))
     assert plain < set(bundling.instances_of("glm-5.2", 8, H200, **{mode: True}))
+
+
+def test_one_server_needs_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other formats are left out, and nothing is added."""
+    monkeypatch.setattr(projections, "of_degree", lambda *_: [projections.Projection(96, 512, "o")])
+    every = set(bundling.instances_of("kimi-k3", 8, H200))
+    one = set(bundling.instances_of("kimi-k3", 8, H200, **bundling.ONE_SERVER))
+    assert one < every
+    left_out = {i.name_expression for i in every - one}
+    assert any("CacheFormat::kSame" in name for name in left_out)
+    assert not any("CacheFormat::kSame" in i.name_expression for i in one)
+    assert len({i.source for i in one}) > 2
 
 
 @pytest.mark.parametrize(

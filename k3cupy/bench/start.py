@@ -125,13 +125,14 @@ def run(model: str = projections.MODELS[0], tp: int = 8) -> Iterator[Entry]:
     gpu = devices.info(torch.cuda.current_device())
     of_model: dict[str, Any] = {"model": model, "tp": tp}
     with tempfile.TemporaryDirectory(prefix="k3cupy-start-") as place, ExitStack() as started:
-        cold, shared, unused, bundle = (
-            Path(place, name) for name in ("cold", "shared", "unused", "bundle")
+        cold, fewer, shared, unused, bundle = (
+            Path(place, name) for name in ("cold", "fewer", "shared", "unused", "bundle")
         )
         scenarios = [
             _Scenario("cold", 1, cold, **of_model),
             _Scenario("warm", 1, cold, **of_model),
             _Scenario("warm, first calls alone", 1, cold),
+            _Scenario("cold, one cache format", 1, fewer, **of_model, **bundling.ONE_SERVER),
             _Scenario(f"cold, {RANKS} at once", RANKS, shared, **of_model),
             _Scenario("bundle", 1, unused, bundle, **of_model),
             _Scenario("bundle, first calls alone", 1, unused, bundle),
@@ -152,12 +153,13 @@ def _pipe(stream: IO[str] | None) -> IO[str]:
     return stream
 
 
-def child(model: str | None = None, tp: int = 8) -> None:
+def child(model: str | None = None, tp: int = 8, **fewer: Any) -> None:
     """Be one of the processes: say when all is prepared, wait, begin, and print what it took.
 
     Args:
         model: whose kernels to load first; None for none.
         tp: its degree of tensor parallelism.
+        **fewer: of them, as ``bundling.instances_of`` takes it.
     """
     toolchain.cupy()
     toolchain.cuda_core()
@@ -188,7 +190,7 @@ def child(model: str | None = None, tp: int = 8) -> None:
 
     if model is not None:
         device = torch.cuda.current_device()
-        wanted = bundling.instances_of(model, tp, devices.info(device))
+        wanted = bundling.instances_of(model, tp, devices.info(device), **fewer)
         number = instances.load_all(wanted, device, on_found=note_choice)
     times.append(time.perf_counter())
     for operation, given in ((decode, arguments), (linear, {"x": x, "weight": weight})):
@@ -234,6 +236,7 @@ def as_document(entries: Sequence[Entry], commit: str | None = None) -> dict[str
             "statistic": "one run a scenario, in fresh processes",
             "begin": "behind the imports, CUDA's context and the tensors of the first calls",
             "cores": os.cpu_count(),
+            "one cache format": "static weights, fp8, without RoPE; all else has every form",
             "first calls": f"decode {_KIND}, B = {_TOKENS}, H = {_HEADS}; linear {_N} x {_K}, "
             f"M = {_TOKENS}",
         },
