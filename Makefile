@@ -8,7 +8,7 @@
 #   TORCH_SPEC=torch==2.10.0 which PyTorch to install into .venv
 #   TORCH_INDEX=URL          one more package index for it, such as PyTorch's own CPU-only index
 #   BENCH=prefill            what `make bench` measures: decode (the default), prefill, gemm, linear,
-#                            window, host
+#                            window, host, start
 #   HUNT_REPLAYS=5000        how often `make hunt` replays each chain of kernels
 #   SOAK_MINUTES=30          how long `make soak` runs
 #   TOOLS="memcheck racecheck"   the tools of `make sanitize` (default: all four)

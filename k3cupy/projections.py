@@ -7,7 +7,7 @@ import importlib
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
@@ -33,11 +33,13 @@ class Projection:
         n: rows of the weight, which are the columns of the output.
         k: columns of the weight, which are the columns of the input.
         name: what the model calls it.
+        residual: whether the model adds something to its output.
     """
 
     n: int
     k: int
     name: str
+    residual: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -107,21 +109,40 @@ def preset_shapes(name: str) -> Shapes:
     return next(presets[name] for presets in map(_presets, MODELS) if name in presets)
 
 
+def degrees(model: str) -> tuple[int, ...]:
+    """Return the degrees of tensor parallelism at which a model's projections are known.
+
+    Raises:
+        ValueError: there is no such model.
+
+    Example:
+        >>> degrees("kimi-k3")
+        (4, 8, 16)
+    """
+    if model not in MODELS:
+        reject("model", " or ".join(MODELS), shown(model))
+    return tuple(sorted({int(text) for p in shapes(model) for text in _DEGREE.findall(p.name)}))
+
+
+def of_degree(model: str, degree: int) -> tuple[Projection, ...]:
+    """Return the local projections of a model at a degree, with those that every GPU holds whole.
+
+    Raises:
+        ValueError: there is no such model, or nothing is known of it at this degree.
+    """
+    known = degrees(model)
+    if degree not in known:
+        reject("tp", f"{' or '.join(map(str, known))} for {model}", shown(degree))
+    named = [(p, set(map(int, _DEGREE.findall(p.name)))) for p in shapes(model)]
+    return tuple(p for p, of in named if not of or degree in of or _REPLICATED in p.name)
+
+
 @functools.cache
 def _presets(model: str) -> dict[str, Shapes]:
     """Return the presets of a model by their names, all degrees together first."""
-    every = shapes(model)
-    named = [frozenset(map(int, _DEGREE.findall(p.name))) for p in every]
-    found = {model: tuple(dict.fromkeys((p.n, p.k) for p in every))}
-    for degree in sorted(frozenset().union(*named)):
-        found[f"{model}-tp{degree}"] = tuple(
-            dict.fromkeys(
-                (p.n, p.k)
-                for p, degrees in zip(every, named, strict=True)
-                if not degrees or degree in degrees or _REPLICATED in p.name
-            )
-        )
-    return found
+    found = {model: shapes(model)}
+    found |= {f"{model}-tp{degree}": of_degree(model, degree) for degree in degrees(model)}
+    return {name: tuple(dict.fromkeys((p.n, p.k) for p in of)) for name, of in found.items()}
 
 
 def module_shapes(module: Any) -> Shapes:

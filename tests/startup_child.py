@@ -6,6 +6,7 @@ It imports neither PyTorch nor pytest, so that many of them start in little time
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -19,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from k3cupy.runtime import devices, instances, offline, sources, toolchain
+from k3cupy.runtime import binaries, devices, instances, offline, sources, toolchain
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.instances import Instance
 from k3cupy.runtime.offline import Cubin
@@ -157,7 +158,20 @@ def forbid_writing() -> None:
     sys.addaudithook(refuse)
 
 
+def forbid_locks() -> None:
+    """As a network's file system may have it."""
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    fcntl.lockf = refuse
+
+
 if __name__ == "__main__":
+    if "no locks" in sys.argv:
+        forbid_locks()
+    if "no patience" in sys.argv:
+        binaries._LONGEST_WAIT = 0.2
     if "no home" in sys.argv:
         forget_home()
     if "read-only" in sys.argv:

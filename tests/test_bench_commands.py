@@ -31,7 +31,9 @@ from k3cupy.tuning.targets import TOKENS
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch finds a GPU")
-@pytest.mark.parametrize("which", ["decode", "prefill", "gemm", "linear", "window", "host"])
+@pytest.mark.parametrize(
+    "which", ["decode", "prefill", "gemm", "linear", "window", "host", "start"]
+)
 def test_bench_without_a_gpu_is_one_clear_line(which: str) -> None:
     done = CliRunner().invoke(main, ["bench", which])
     assert done.exit_code == 1

@@ -34,6 +34,7 @@ def entry_of(which: str) -> Any:
     made |= {"scenario": "chain", "pdl": True, "rope": False, "bytes": 1000, "reason": "measured"}
     made |= {"public_us": {"1": 2.0, "3": 3.0}, "dispatched": "skinny 1/2", "candidates": {}}
     made |= {"form": "new output", "beside": "C++ operator"}
+    made |= {"processes": 8, "kernels": 296, "compiled": 296, "files": 297}
     if which == "prefill":
         made["public_us"] = 2.0
     if which in CONFIG:
@@ -64,14 +65,18 @@ def test_a_run_becomes_a_document_that_can_be_shown(
     assert made["benchmark"] == which
     assert list(made)[:3] == ["benchmark", "environment", "method"]
     assert list(made)[-1] == "entries"
-    statistic = "minimum of " if which == "host" else "median of "
+    statistic = {"host": "minimum of ", "start": "one run "}.get(which, "median of ")
     assert made["method"]["statistic"].startswith(statistic)
     form = forms.form_of(made)
     (row,) = map(form.cells, made["entries"])
     assert len(row) == len(form.columns) == len({column.name for column in form.columns})
     assert all(isinstance(cell, str) and cell for cell in row)
     text = report.markdown(made)
-    units = {"window": "Microseconds a layer", "host": "The host's microseconds a call"}
+    units = {
+        "window": "Microseconds a layer",
+        "host": "The host's microseconds a call",
+        "start": "Seconds until all kernels are loaded; first calls in milliseconds",
+    }
     assert f"2026-11-29. {units.get(which, 'Microseconds a launch')}.\n" in text
     assert ("new output 17.2 us" in text) == ("host_us" in made)
     if form.is_for_page(made["entries"][0]):

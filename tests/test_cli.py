@@ -23,9 +23,10 @@ from fake_device import H200
 from toolchain_helpers import FakeGpu, FakeRuntimeError, fake_gpu
 
 import k3cupy
+from k3cupy import bundling, projections
 from k3cupy.cli import main
 from k3cupy.projections import preset_shapes
-from k3cupy.runtime import config, devices, toolchain
+from k3cupy.runtime import config, devices, offline, toolchain
 from k3cupy.runtime.devices import DeviceInfo
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch finds a GPU")
@@ -39,6 +40,8 @@ KEYS = {
     "nvrtc",
     "headers",
     "cache",
+    "bundles",
+    "variables",
     "sources",
     "python",
     "platform",
@@ -370,6 +373,21 @@ def test_warmup_compiles_for_the_weights_of_a_preset(gpu: FakeGpu) -> None:
     code, output = run("warmup", "--preset", "glm-5.2", *shapes, *options)
     assert code == 2
     assert "one of --shape and --preset, not both" in output
+
+
+def test_warmup_of_all_that_a_model_needs(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = [projections.Projection(96, 512, "o_proj TP8")]
+    monkeypatch.setattr(projections, "of_degree", lambda *_: few)
+    monkeypatch.setattr(offline, "binary_of", lambda source, name, arch: f"{name}\0".encode())
+    wanted = set(bundling.instances_of("glm-5.2", 8, H200))
+    code, output = run("warmup", "--model", "glm-5.2", "--tp", "8")
+    assert code == 0, output
+    assert set(gpu.compiled) == {instance.name_expression for instance in wanted}
+    assert f"{len(wanted)} kernels are ready" in output
+    for words in (["--model", "glm-5.2"], ["--tp", "8"], ["--model=kimi-k3", "--tp=8", "--rope"]):
+        code, output = run("warmup", *words)
+        assert code == 2
+        assert "--model and --tp go together" in output
 
 
 def test_warmup_compiles_the_prefill_kernels(gpu: FakeGpu) -> None:

@@ -246,3 +246,11 @@ def test_cuda_sources_compile_where_the_wheel_put_them(built: Built) -> None:
         print(bytes(cubin.code[1:4]).decode())
     """
     assert built.run("-c", textwrap.dedent(program)) == "ELF\n"
+
+
+def test_the_command_has_a_name_of_its_own(built: Built) -> None:
+    (name,) = (name for name in built.files if name.endswith(".dist-info/entry_points.txt"))
+    with zipfile.ZipFile(built.wheel) as archive:
+        lines = archive.read(name).decode().splitlines()
+    assert lines[:2] == ["[console_scripts]", "k3cupy = k3cupy.cli:main"]
+    assert built.run(str(built.site / "bin/k3cupy"), "--version").startswith("k3cupy, version ")

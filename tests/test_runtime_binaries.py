@@ -81,7 +81,8 @@ def messages(caught: list[warnings.WarningMessage]) -> list[str]:
 
 
 def files(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir())
+    """All but the lock, of which there is one a folder."""
+    return sorted(path for path in folder.iterdir() if path.name != "k3cupy.lock")
 
 
 # Kept and found
@@ -207,6 +208,23 @@ def test_cupys_other_kernels_stay_in_its_own_cache(
     assert len(files(cache)) == 1
     next_process(ONE)
     assert gpu.compiler._kernel_cache_backend is backend, "put there once"
+
+
+def test_what_was_made_while_we_waited_is_taken(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the process that had the lock before: the file was not there when we looked first."""
+    tries = [False, False, True]
+
+    def acquire(_: Any) -> bool:
+        if len(tries) == 1:
+            binaries.keep("key", b"of the other one")
+        return tries.pop(0)
+
+    monkeypatch.setattr(binaries._Lock, "acquire", acquire)
+    with binaries.claimed("key") as content:
+        assert content == b"of the other one"
+    assert tries == []
 
 
 # What cannot be used
@@ -538,7 +556,7 @@ def test_an_edit_during_a_compilation_is_not_kept(
     with sources.source_dir(tree):
         with pytest.raises(ToolchainError, match="the sources changed while"):
             next_process(instance)
-        assert not cache.exists()
+        assert files(cache) == []
         assert gpu.forgotten == 1
         header.write_text(good, encoding="utf-8")
         gpu.on_compile = lambda _: None

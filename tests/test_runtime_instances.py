@@ -5,6 +5,7 @@ The same on a real GPU is in test_runtime_instances_gpu.py.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -35,6 +36,7 @@ from toolchain_helpers import (
 import k3cupy
 from k3cupy.runtime import binaries, devices, instances, sources, toolchain
 from k3cupy.runtime.devices import DeviceInfo
+from k3cupy.runtime.errors import BusyError
 from k3cupy.runtime.instances import Instance
 
 SOURCE = "mla_decode.cu"
@@ -94,6 +96,44 @@ def test_load_all(gpu: FakeGpu) -> None:
     assert sorted(gpu.compiled) == sorted(i.name_expression for i in INSTANCES)
     assert set(done) == set(INSTANCES)
     assert instances.load_all([], 0) == 0
+
+
+def test_load_all_begins_while_the_rest_is_chosen(gpu: FakeGpu) -> None:
+    compiled, found = threading.Event(), []
+    gpu.on_compile = lambda _: compiled.set()
+
+    def chosen() -> Iterator[Instance]:
+        yield INSTANCES[0]
+        assert compiled.wait(30), "the first one waits for the last"
+        yield from INSTANCES
+
+    assert instances.load_all(chosen(), 0, on_found=found.append) == 3
+    assert found == [1, 2, 3]
+
+
+def test_who_is_not_in_a_hurry_waits_for_another_process(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A warm-up comes back later; a call that comes meanwhile in another thread just waits."""
+    busy, asked = threading.Event(), []
+
+    @contextlib.contextmanager
+    def claimed(_: str) -> Iterator[None]:
+        asked.append(binaries.patient.get())
+        if not binaries.patient.get():
+            busy.set()
+            if len(asked) < 5:
+                raise BusyError
+        yield
+
+    monkeypatch.setattr(binaries, "claimed", claimed)
+    with ThreadPoolExecutor(2) as pool:
+        warm = pool.submit(instances.load_all, [ONE], 0)
+        assert busy.wait(30)
+        assert instances.load(ONE, 0) is instances.load(ONE, 0)
+        assert warm.result(30) == 1
+    assert asked[0] is False
+    assert gpu.compiled == [ONE.name_expression]
 
 
 def test_load_all_uses_the_callers_source_dir(gpu: FakeGpu, tmp_path: Path) -> None:

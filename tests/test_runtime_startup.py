@@ -62,9 +62,14 @@ def end_all(processes: Iterable[Process], **how: Any) -> list[dict[str, Any]]:
     return [end(process, **how) for process in processes]
 
 
+def kernels_of(cache: Path) -> list[Path]:
+    return sorted(path for path in cache.iterdir() if path.name != "k3cupy.lock")
+
+
 def check_folder(cache: Path, count: int) -> None:
-    """One whole file an instance, and nothing else."""
-    kept = sorted(cache.iterdir())
+    """One whole file an instance, and nothing else but one lock for them all."""
+    kept = kernels_of(cache)
+    assert set(cache.iterdir()) - set(kept) == {cache / "k3cupy.lock"}
     assert len(kept) == count, kept
     assert all(binaries._read(path) is not None for path in kept)
 
@@ -73,23 +78,72 @@ def quiet(found: Sequence[dict[str, Any]]) -> bool:
     return all(each["said"] == [] for each in found)
 
 
+def compiled_by(found: Sequence[dict[str, Any]]) -> list[str]:
+    """What all processes together compiled."""
+    return sorted(name for each in found for name in each["compiled"])
+
+
+def names(count: int) -> list[str]:
+    return sorted(instance.name_expression for instance in startup_child.wanted(count))
+
+
 def test_case21_16_cold_processes_on_one_empty_cache(tmp_path: Path) -> None:
     cache = tmp_path / "made by the first"
     found = end_all([begin(cache) for _ in range(16)])
     assert quiet(found)
+    assert compiled_by(found) == names(2), "each once"
     check_folder(cache, 2)
     later = end(begin(cache))
     assert later["compiled"] == []
     assert later["said"] == []
 
 
-def test_8_ranks_at_once(tmp_path: Path) -> None:
-    """Each loads the same eight instances on four threads."""
-    for ranks, compiled in ((8, True), (2, False)):
-        found = end_all([begin(tmp_path, count=8) for _ in range(ranks)], count=8)
-        assert quiet(found)
-        assert any(each["compiled"] for each in found) == compiled
-        check_folder(tmp_path, 8)
+def test_8_ranks_at_once_share_the_work(tmp_path: Path) -> None:
+    """Each loads the same 24 instances on four threads, and compiles what no other does."""
+    found = end_all([begin(tmp_path, count=24) for _ in range(8)], count=24)
+    assert quiet(found)
+    assert compiled_by(found) == names(24)
+    check_folder(tmp_path, 24)
+    found = end_all([begin(tmp_path, count=24) for _ in range(2)], count=24)
+    assert compiled_by(found) == []
+    check_folder(tmp_path, 24)
+
+
+def test_what_another_compiles_comes_last(tmp_path: Path) -> None:
+    """And when that one is killed, who waits for it compiles."""
+    holder = begin(tmp_path, stall="compiling", threads=1)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "compiling\n"
+    others = [begin(tmp_path, count=6, threads=1) for _ in range(2)]
+    deadline = time.monotonic() + 30
+    while len(list(tmp_path.glob("*.cubin"))) < 5:
+        assert time.monotonic() < deadline, "nobody did the others meanwhile"
+        time.sleep(0.02)
+    assert all(process.poll() is None for process in others), "they wait"
+    holder.kill()
+    holder.communicate()
+    found = end_all(others, count=6)
+    assert compiled_by(found) == names(6)
+    (last,) = (each["compiled"][-1] for each in found if "kernel<0>" in each["compiled"])
+    assert last == "kernel<0>"
+    check_folder(tmp_path, 6)
+
+
+def test_one_that_was_stopped_is_not_waited_for_without_end(tmp_path: Path) -> None:
+    holder = begin(tmp_path, stall="compiling", threads=1)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "compiling\n"
+    found = end(begin(tmp_path, "no patience"))
+    assert sorted(found["compiled"]) == names(2)
+    holder.kill()
+    holder.communicate()
+
+
+def test_without_locks_each_compiles_for_itself(tmp_path: Path) -> None:
+    found = end_all([begin(tmp_path, "no locks") for _ in range(3)])
+    assert quiet(found)
+    assert set(compiled_by(found)) == set(names(2))
+    check_folder(tmp_path, 2)
 
 
 @pytest.mark.parametrize("moment", ["compiling", "renaming"])
@@ -99,7 +153,7 @@ def test_killed_in_the_middle(moment: str, tmp_path: Path) -> None:
     assert process.stdout.readline() == f"{moment}\n"
     process.kill()
     process.communicate()
-    left = list(tmp_path.iterdir())
+    left = kernels_of(tmp_path)
     assert [path.suffix for path in left] == [".tmp"] * (moment == "renaming")
     for path in left:
         with path.open("r+b") as file:
@@ -131,7 +185,7 @@ def test_killed_at_any_time(tmp_path: Path) -> None:
 def test_in_bad_company(tmp_path: Path) -> None:
     """Files cut short, of something else, and what an older release has left."""
     end(begin(tmp_path))
-    for path, content in zip(sorted(tmp_path.iterdir()), (b"", b"\x7fELF of half a"), strict=True):
+    for path, content in zip(kernels_of(tmp_path), (b"", b"\x7fELF of half a"), strict=True):
         path.write_bytes(content)
     strangers = {
         tmp_path / ("f" * 40 + ".cubin"): b"CuPy's own",

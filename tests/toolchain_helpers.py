@@ -581,7 +581,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, cache: Path | None = None) -> Fake
     """
     fake = FakeGpu()
     if cache is None:
-        monkeypatch.setattr(binaries, "find", lambda _: None)
+        monkeypatch.setattr(binaries, "claimed", lambda _: contextlib.nullcontext())
         monkeypatch.setattr(binaries, "keep", lambda *_: None)
     else:
         monkeypatch.setenv("CUPY_CACHE_DIR", str(cache))

@@ -8,7 +8,7 @@ import sys
 import click
 
 import k3cupy
-from k3cupy.cli import bench, tune, warmup
+from k3cupy.cli import bench, bundle, tune, warmup
 
 
 @click.group()
@@ -20,6 +20,7 @@ def main() -> None:
 
 
 main.add_command(bench.bench)
+main.add_command(bundle.bundle)
 main.add_command(tune.tune)
 main.add_command(warmup.warmup)
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import click
 
 from k3cupy.cli.options import named_shapes, preset_option, shape_option
+from k3cupy.projections import MODELS, of_degree
 from k3cupy.runtime.errors import reject
 
 _WINDOWS = ("mla-front", "kda-front", "mla-back", "moe-front")
@@ -290,6 +291,19 @@ def host_command(path: Path | None, commit: str | None) -> None:
 
     entries, why_not = host.run()
     _show(host.as_document(entries, commit, why_not), path)
+
+
+@bench.command("start")
+@click.option("--model", default=MODELS[0], show_default=True, help="Whose kernels.")
+@click.option("--tp", type=int, default=8, show_default=True, help="Tensor parallelism.")
+@_result_options
+def start_command(model: str, tp: int, path: Path | None, commit: str | None) -> None:
+    """The start of a server's kernels, in fresh processes: cold, warm, of a bundle, 8 at once."""
+    _need_gpu()
+    of_degree(model, tp)
+    from k3cupy.bench import start
+
+    _show(start.as_document(list(start.run(model, tp)), commit), path)
 
 
 @bench.command("apply")

@@ -7,10 +7,16 @@ from typing import Any
 import click
 
 import k3cupy
-from k3cupy.cli.options import named_shapes, preset_option, shape_option
+from k3cupy import projections
+from k3cupy.cli.options import compiling, named_shapes, preset_option, shape_option
 
 
 @click.command()
+@click.option(
+    "--model",
+    help=f"All that a model needs, as in its bundle, with --tp: {', '.join(projections.MODELS)}.",
+)
+@click.option("--tp", type=int, help="--model: degree of tensor parallelism.")
 @click.option(
     "--op",
     default="mla_decode",
@@ -33,13 +39,35 @@ from k3cupy.cli.options import named_shapes, preset_option, shape_option
 @click.option("--residual", flag_value=True, default=None, help="GEMM: for calls that add one.")
 @click.option("--out-dtype", type=click.Choice(["float32"]), help="GEMM: of outputs; x's.")
 @click.option("--device", type=int, default=None, help="GPU ordinal; the current one by default.")
-def warmup(op: str, device: int | None, preset: str | None, **options: Any) -> None:
+def warmup(
+    op: str,
+    device: int | None,
+    preset: str | None,
+    model: str | None,
+    tp: int | None,
+    **options: Any,
+) -> None:
     """Compile the kernels that calls will need, into CuPy's disk cache."""
     if preset:
         options["shapes"] = named_shapes(options["shapes"], preset)
     named = {name: value for name, value in options.items() if value not in (None, ())}
+    if (model is None) != (tp is None) or (model is not None and named):
+        raise click.UsageError("--model and --tp go together, and without options of one operation")
     try:
-        count = k3cupy.warmup(op, device=device, **named)
+        if model is not None and tp is not None:
+            count = _of_model(model, tp, device)
+        else:
+            count = k3cupy.warmup(op, device=device, **named)
     except (TypeError, ValueError, k3cupy.ToolchainError, k3cupy.CompileError) as error:
         raise click.ClickException(str(error)) from error
     click.echo(f"{count} kernels are ready")
+
+
+def _of_model(model: str, tp: int, device: int | None) -> int:
+    from k3cupy import bundling
+    from k3cupy.runtime import devices, instances
+
+    ordinal = devices.ordinal_of(device)
+    wanted = bundling.instances_of(model, tp, devices.info(ordinal))
+    with compiling() as (found, done):
+        return instances.load_all(wanted, ordinal, on_found=found, on_done=done)

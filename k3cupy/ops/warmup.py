@@ -102,12 +102,16 @@ def warmup(
 
     wanted = wanted_of(op, options)
     ordinal = devices.ordinal_of(device)
-    chosen = list(dict.fromkeys(wanted(devices.info(ordinal))))
+    found = wanted(devices.info(ordinal))
     columns = "compiling kernels", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
-        task = bar.add_task("", total=len(chosen))
+        task = bar.add_task("", total=None)
         return instances.load_all(
-            chosen, ordinal, max_workers=max_workers, on_done=lambda _: bar.advance(task)
+            found,
+            ordinal,
+            max_workers=max_workers,
+            on_found=lambda count: bar.update(task, total=count),
+            on_done=lambda _: bar.advance(task),
         )
 
 

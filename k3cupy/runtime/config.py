@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from k3cupy.runtime import devices, sources, toolchain
+from k3cupy.runtime import bundles, devices, env, sources, toolchain
 from k3cupy.runtime.errors import ToolchainError
 from k3cupy.runtime.text import printable
 
@@ -39,8 +39,10 @@ def config_info() -> dict[str, Any]:
     Returns:
         ``backend`` ("cuda" or "nothing") and ``why``, for CUDA tensors; ``gpus``, a list of names
         with SM counts and architectures; ``problems``, a list of what does not fit together;
-        ``driver``, ``nvrtc``, ``headers``, ``cache``, ``sources``, ``python``, ``platform``; and
-        ``packages`` (name -> version). What is missing is a sentence that says why.
+        ``driver``, ``nvrtc``, ``headers``, ``cache``, ``bundles`` (what is used, and what is not
+        and why), ``variables`` (those of k3cupy that are set), ``sources``, ``python``,
+        ``platform``; and ``packages`` (name -> version). What is missing is a sentence that says
+        why.
     """
     with warnings.catch_warnings():  # CuPy warns of a second one while it is imported
         warnings.filterwarnings("ignore", r"\s*-+\s*CuPy may not function correctly")
@@ -54,6 +56,8 @@ def config_info() -> dict[str, Any]:
         "nvrtc": _ask(_nvrtc),
         "headers": _ask(_headers),
         "cache": _ask(lambda: str(toolchain.cache_directory())),
+        "bundles": _bundles(),
+        "variables": [f"{name}={value}" for name, value in env.settings().items()],
         "sources": _ask(lambda: str(sources.directory())),
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -75,7 +79,7 @@ def show_config(file: IO[str] | None = None) -> None:
         ("packages", [f"{name} {version}" for name, version in info["packages"].items()]),
     ]
     for name, value in rows:
-        if name == "problems" and not value:
+        if name in ("problems", "bundles", "variables") and not value:
             continue
         values = value if isinstance(value, list) else [value]
         # CuPy's reasons are several lines, and one is behind many a row.
@@ -102,15 +106,24 @@ def _backend() -> tuple[str, str, list[str]]:
         if not usable:
             raise ToolchainError(f"the kernels need a GPU of {needed} or newer")
         toolchain.cuda_core()
-        toolchain.nvrtc_version()
-        toolchain.include_directory()
+        how = _how_kernels_come({gpu.arch for gpu in usable})
     except Exception as error:
         return "nothing", str(error), names
-    return (
-        "cuda",
-        f"{len(usable)} GPU{'s' if len(usable) != 1 else ''}, compiler and headers found",
-        names,
-    )
+    return "cuda", f"{len(usable)} GPU{'s' if len(usable) != 1 else ''}, {how}", names
+
+
+def _how_kernels_come(archs: set[str]) -> str:
+    """Return in words what gives kernels for GPUs: compiler and headers, or a bundle alone."""
+    try:
+        toolchain.nvrtc_version()
+        toolchain.include_directory()
+    except ToolchainError as error:
+        if not any(bundle.arch in archs for bundle in bundles.known().bundles):
+            raise
+        return f"kernels of a bundle alone, for there is no compiler: {error}"
+    if env.no_compile():
+        return "and K3CUPY_NO_COMPILE: kernels of bundles and of the disk cache alone"
+    return "compiler and headers found"
 
 
 def _problems() -> Iterator[str]:
@@ -145,6 +158,11 @@ def _cuda_of_torch() -> int | None:
         return None
     match = re.search(r"^cuda\b[^=\n]*= *['\"](\d+)", text, re.MULTILINE)
     return int(match[1]) if match else None
+
+
+def _bundles() -> list[str]:
+    known = bundles.known()
+    return [*map(str, known.bundles), *(f"not used: {why}" for why in known.refused)]
 
 
 def _driver() -> str:

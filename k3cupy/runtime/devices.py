@@ -66,6 +66,36 @@ class DeviceInfo:
         return self.compute_capability == (9, 0)
 
 
+NAMED = {
+    "a100": DeviceInfo(0, "NVIDIA A100-SXM4-80GB", (8, 0), 108, 166_912),
+    "h100": DeviceInfo(0, "NVIDIA H100 80GB HBM3", (9, 0), 132, 232_448),
+    "h200": DeviceInfo(0, "NVIDIA H200", (9, 0), 132, 232_448),
+    "b200": DeviceInfo(0, "NVIDIA B200", (10, 0), 148, 232_448),
+    "b300": DeviceInfo(0, "NVIDIA B300 SXM6 AC", (10, 3), 148, 232_448),
+    "gb300": DeviceInfo(0, "NVIDIA GB300", (10, 3), 152, 232_448),
+}
+"""Servers' GPUs, as their drivers describe them, for what is made on a machine without one."""
+
+
+def named(name: str) -> DeviceInfo:
+    """Return the facts about a GPU that need not be here.
+
+    Args:
+        name: one of ``NAMED``, in any case, or the name that its driver gives.
+
+    Raises:
+        ValueError: no such GPU is known.
+
+    Example:
+        >>> named("h200").num_sms
+        132
+    """
+    for short, gpu in NAMED.items():
+        if name.lower() in (short, gpu.name.lower()):
+            return gpu
+    reject("gpu", " or ".join((*NAMED, *(gpu.name for gpu in NAMED.values()))), shown(name))
+
+
 def count() -> int:
     """Return the number of GPUs.
 

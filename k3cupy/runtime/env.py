@@ -6,6 +6,8 @@
 | K3CUPY_CHECK           | on: verify slots and positions on the device (waits)       | each call |
 | K3CUPY_BATCH_INVARIANT | on: batch-invariant products in low-latency linear         | each call |
 | K3CUPY_CACHE_DIR       | where measurements of this machine's GPUs are kept         | once      |
+| K3CUPY_BUNDLE          | folders of binaries made by ``k3cupy bundle``              | each load |
+| K3CUPY_NO_COMPILE      | on: what is not ready is an error                          | each load |
 | K3CUPY_VLLM            | on, or the targets of vLLM that we stand in for            | at start  |
 | K3CUPY_VLLM_KV_READY   | on: the promise ``kv_inputs_ready`` for vLLM's decode      | at start  |
 | K3CUPY_SGLANG          | on, or the targets of SGLang that we stand in for          | at start  |
@@ -28,9 +30,10 @@ values: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
 SOURCE_DIR = os.environ.encodekey("K3CUPY_SOURCE_DIR")
 CHECK = os.environ.encodekey("K3CUPY_CHECK")
 BATCH_INVARIANT = os.environ.encodekey("K3CUPY_BATCH_INVARIANT")
+BUNDLE, NO_COMPILE = "K3CUPY_BUNDLE", "K3CUPY_NO_COMPILE"
 SGLANG = "K3CUPY_SGLANG"
 
-
+_OURS = f"{__name__.partition('.')[0].upper()}_"
 _OFF, _ON = ("0", "false", "off", "no"), ("1", "true", "on", "yes")
 
 
@@ -55,6 +58,26 @@ def batch_invariant() -> bool:
         ValueError: it is neither on nor off.
     """
     return BATCH_INVARIANT in values and _flag("K3CUPY_BATCH_INVARIANT")
+
+
+def no_compile() -> bool:
+    """Return whether K3CUPY_NO_COMPILE forbids to compile.
+
+    Raises:
+        ValueError: it is neither on nor off.
+    """
+    return _flag(NO_COMPILE)
+
+
+def bundles() -> tuple[str, ...]:
+    """Return the folders named by K3CUPY_BUNDLE, which are written as PATH's are."""
+    named = os.environ.get(BUNDLE, "").split(os.pathsep)
+    return tuple(os.path.abspath(os.path.expanduser(folder)) for folder in named if folder)
+
+
+def settings() -> dict[str, str]:
+    """Return the variables of k3cupy's own that are set."""
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_OURS)}
 
 
 def cache_dir() -> str | None:

@@ -21,6 +21,14 @@ class CaptureError(RuntimeError):
     """A call inside CUDA graph capture would have had to compile, load or synchronise."""
 
 
+class BusyError(Exception):
+    """Another process compiles the instance: who warms up does another one first."""
+
+
+class MissingError(Exception):
+    """A binary is not kept here, and K3CUPY_NO_COMPILE forbids to make it."""
+
+
 def reject(
     name: str, expected: str, got: str, hint: str = "", error: type[Exception] = ValueError
 ) -> NoReturn:

@@ -1,8 +1,8 @@
 """Instances: a source file and a name expression, compiled by CuPy at first use, per GPU.
 
 One instance is one module, so that the first call waits for one kernel only (about 0.1 s). The
-binary is kept on disk by ``binaries``; what is loaded stays here. However many threads ask, one
-compiles.
+binary is kept on disk by ``binaries``, or is in one of the ``bundles``; what is loaded stays here.
+However many threads and processes ask, one compiles.
 """
 
 from __future__ import annotations
@@ -10,12 +10,22 @@ from __future__ import annotations
 import contextvars
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
 
-from k3cupy.runtime import devices, sources, toolchain
-from k3cupy.runtime.errors import CompileError, ToolchainError
+from k3cupy.runtime import devices, env, sources, toolchain
+from k3cupy.runtime.errors import BusyError, CompileError, MissingError, ToolchainError
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from k3cupy.runtime import bundles
+
+_PAUSE = 0.02
+"""Seconds before a warm-up asks again for what another process compiles."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +43,10 @@ class Instance:
     source: str
     name_expression: str
     own_arch: bool = False
+
+    def arch_on(self, arch: str) -> str:
+        """Return what it is compiled for on GPUs of an architecture such as ``"sm_90"``."""
+        return f"{arch}a" if self.own_arch else arch
 
 
 def instantiation(name: str, *arguments: Any) -> str:
@@ -81,7 +95,7 @@ _attempts: dict[tuple[int, int, Instance, str], _Attempt] = {}
 
 
 def load(instance: Instance, device: int) -> LoadedKernel:
-    """Return an instance for a GPU; compile or read it from disk where it is not loaded yet.
+    """Return an instance for a GPU; where it is not loaded yet, of a bundle, of the disk, compiled.
 
     Threads that wait for another's compilation get its error too. An interrupt is nobody's but the
     thread's that it came to: then the next one compiles.
@@ -89,7 +103,7 @@ def load(instance: Instance, device: int) -> LoadedKernel:
     Raises:
         CompileError: NVRTC refused the source.
         ToolchainError: CuPy, cuda-core, NVRTC, the headers or a driver are missing, the GPU is too
-            old, or the driver refused the binary.
+            old, the driver refused the binary, or K3CUPY_NO_COMPILE forbids to compile it.
     """
     source = sources.load(instance.source)
     key = (os.getpid(), device, instance, source.digest)
@@ -100,7 +114,9 @@ def load(instance: Instance, device: int) -> LoadedKernel:
             raise attempt.error
         if attempt.loaded is None:
             try:
-                attempt.loaded = _compile(instance, source, device)
+                attempt.loaded = _ready(instance, source, device)
+            except BusyError:  # of a warm-up alone, which comes back; other threads wait
+                raise
             except Exception as error:
                 # The next call tries again. In this order an interrupt leaves no error behind.
                 with _lock:
@@ -122,44 +138,83 @@ def load_all(
     device: int,
     *,
     max_workers: int | None = None,
-    on_done: Callable[[Instance], None] | None = None,
+    on_found: Callable[[int], None] = lambda _: None,
+    on_done: Callable[[Instance], None] = lambda _: None,
 ) -> int:
     """Load many instances at once, on threads: NVRTC works outside Python's lock.
 
+    What another process compiles comes last, so that several share the work.
+
     Args:
-        instances: what to load; repeats are fine.
+        instances: what to load; repeats are fine. To choose them takes time too, and the first are
+            compiled meanwhile.
         device: GPU ordinal.
         max_workers: threads, by default one per CPU core up to 16.
+        on_found: called with the number of instances so far.
         on_done: called with each instance that became ready.
 
     Returns:
         How many instances are ready.
     """
-    from concurrent.futures import ThreadPoolExecutor, as_completed  # slow to import
+    from concurrent.futures import ThreadPoolExecutor  # slow to import
 
-    wanted = list(dict.fromkeys(instances))
     workers = max_workers or min(16, os.cpu_count() or 1)
+    finished: SimpleQueue[Future[bool]] = SimpleQueue()
+    futures: dict[Future[bool], Instance] = {}
+    wanted: set[Instance] = set()
     with ThreadPoolExecutor(workers, thread_name_prefix="k3cupy-compile") as pool:
-        # Each task runs in a copy of this context, which holds `source_dir`.
-        futures = {
-            pool.submit(contextvars.copy_context().run, load, instance, device): instance
-            for instance in wanted
-        }
+
+        def begin(instance: Instance, pause: float = 0.0) -> None:
+            # Each task runs in a copy of this context, which holds `source_dir`.
+            run = contextvars.copy_context().run
+            future = pool.submit(run, _load_if_free, instance, device, pause)
+            futures[future] = instance
+            future.add_done_callback(finished.put)
+
+        def settle(future: Future[bool]) -> None:
+            instance = futures.pop(future)
+            if not future.result():
+                begin(instance, _PAUSE)  # behind all others
+            else:
+                on_done(instance)
+
         try:
-            for future in as_completed(futures):
-                future.result()
-                if on_done is not None:
-                    on_done(futures[future])
+            for instance in instances:
+                if instance not in wanted:
+                    wanted.add(instance)
+                    begin(instance)
+                    on_found(len(wanted))
+                while not finished.empty():
+                    settle(finished.get())
+            while futures:
+                settle(finished.get())
         except BaseException:  # an interrupt too must not wait for what nobody has begun
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return len(wanted)
 
 
-def _compile(instance: Instance, source: sources.Source, device: int) -> LoadedKernel:
+def _load_if_free(instance: Instance, device: int, pause: float) -> bool:
+    """Load an instance, unless another process compiles it: return whether it is ready."""
+    from k3cupy.runtime import binaries
+
+    time.sleep(pause)
+    binaries.patient.set(False)
+    try:
+        load(instance, device)
+    except BusyError:
+        return False
+    return True
+
+
+def _ready(instance: Instance, source: sources.Source, device: int) -> LoadedKernel:
+    from k3cupy.runtime import bundles  # these are slow to import, and CPU tensors need none
+
     cupy = toolchain.cupy()
     core = toolchain.cuda_core()
-    nvrtc = toolchain.nvrtc_version()
+    if bundles.known() == bundles.NONE and not env.no_compile():
+        toolchain.nvrtc_version()  # there is no way without, whatever GPU this is
+    found = None
     try:
         with devices.current(device):
             info = devices.info(device)
@@ -168,10 +223,11 @@ def _compile(instance: Instance, source: sources.Source, device: int) -> LoadedK
                     f"GPU {device}: expected {devices.OLDEST_ARCH} or newer, got {info.name}, "
                     f"which is {info.arch}. Use a newer GPU, or tensors on the CPU"
                 )
-            # With its precompiled headers CuPy reads what lies in the working directory.
-            has_pch = getattr(cupy.cuda.compiler, "_use_pch", False)
-            build = _by_cuda_core if instance.own_arch or has_pch else _by_cupy
-            module, function = build(cupy, instance, source, info.arch)
+            found = bundles.find(instance, source.digest, info)
+            if found is not None:
+                module, function = _of_binary(cupy, found.content)
+            else:
+                module, function = _kept_or_compiled(cupy, instance, source, info.arch)
             # Reading an attribute makes the driver load the code now, not at the first launch,
             # which may happen inside a graph capture.
             _ = function.num_regs
@@ -179,7 +235,8 @@ def _compile(instance: Instance, source: sources.Source, device: int) -> LoadedK
     except cupy.cuda.compiler.CompileException as error:
         raise CompileError(
             f"{source.directory / instance.source}: NVRTC refused "
-            f"{instance.name_expression}\n{error}\n{toolchain.describe_versions(nvrtc)}"
+            f"{instance.name_expression}\n{error}\n"
+            f"{toolchain.describe_versions(toolchain.nvrtc_version())}"
         ) from error
     except (cupy.cuda.driver.CUDADriverError, cupy.cuda.runtime.CUDARuntimeError) as error:
         driver = toolchain.driver_release()
@@ -187,10 +244,41 @@ def _compile(instance: Instance, source: sources.Source, device: int) -> LoadedK
             raise ToolchainError(f"GPU {device}: {toolchain.NO_DRIVER}") from error
         raise ToolchainError(
             f"the driver refused {instance.name_expression} ({error}). Driver {_dotted(driver)}, "
-            f"NVRTC {_dotted(nvrtc)}: the driver must be at least as new as NVRTC's major "
+            f"{_compiler(found)}: the driver must be at least as new as NVRTC's major "
             f"release; {toolchain.INSTALL_HINT}"
         ) from error
     return LoadedKernel(kernel=kernel, device=device, function=function, module=module)
+
+
+def _compiler(found: bundles.Found | None) -> str:
+    """Return what made a binary, in words."""
+    if found is not None:
+        return f"{found.bundle.compiler} of the bundle {found.bundle.folder}"
+    return f"NVRTC {_dotted(toolchain.nvrtc_version())}"
+
+
+def _kept_or_compiled(
+    cupy: Any, instance: Instance, source: sources.Source, arch: str
+) -> tuple[Any, Any]:
+    """Return a module and a function of the disk cache, or compile it where that is allowed."""
+    # With its precompiled headers CuPy reads what lies in the working directory.
+    has_pch = getattr(cupy.cuda.compiler, "_use_pch", False)
+    build = _by_cuda_core if instance.own_arch or has_pch else _by_cupy
+    try:
+        toolchain.nvrtc_version()
+        return build(cupy, instance, source, arch)
+    except (MissingError, ToolchainError) as error:  # without NVRTC nobody can ask the disk cache
+        if not env.no_compile():
+            raise
+        from k3cupy.runtime import bundles
+
+        raise ToolchainError(
+            f"K3CUPY_NO_COMPILE: expected {instance.name_expression} of {instance.source} for "
+            f"{instance.arch_on(arch)} to be ready, got none: it is not loaded, "
+            f"{bundles.known().described()}, and not in the disk cache. Make a bundle that has it "
+            "with `k3cupy bundle`, fill the disk cache with `k3cupy warmup`, or unset "
+            "K3CUPY_NO_COMPILE"
+        ) from error
 
 
 def _by_cupy(cupy: Any, instance: Instance, source: sources.Source, _: str) -> tuple[Any, Any]:
@@ -204,18 +292,22 @@ def _by_cupy(cupy: Any, instance: Instance, source: sources.Source, _: str) -> t
         module = cupy.RawModule(code=source.text, options=options, name_expressions=(name,))
         return module, module.get_function(name)
 
+    if env.no_compile() and toolchain.in_memory():  # CuPy does not even ask
+        raise MissingError
     try:
         with binaries.in_place_of_cupys(cupy.cuda.compiler) as asked:
             built = build()
+            if not asked.found:
+                _check_unchanged(source, instance.source)
+            for key, content in asked.made.items():
+                binaries.keep(key, content)
     except OSError as error:  # CuPy writes the text to a temporary file
+        if env.no_compile():
+            raise MissingError from error
         toolchain.warn_of_cache(error)
-        asked = binaries.Asked()
         with _memory_cache_lock, toolchain.environment("CUPY_CACHE_IN_MEMORY", "1"):
             built = build()
-    if not asked.found:
         _check_unchanged(source, instance.source)
-    for key, content in asked.made.items():
-        binaries.keep(key, content)
     return built
 
 
@@ -230,16 +322,20 @@ def _by_cuda_core(
 
     from k3cupy.runtime import binaries, offline
 
-    name, arch = instance.name_expression, f"{arch}a" if instance.own_arch else arch
+    name, arch = instance.name_expression, instance.arch_on(arch)
     options = toolchain.every_option(source.directory)
     facts = (source.digest, instance, arch, toolchain.nvrtc_version(), options)
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:40]
-    content = binaries.find(key)
-    if content is None:
-        cubin = offline.compile_cubin(instance.source, [name], arch)
-        content = cubin.symbols[name].encode() + b"\0" + cubin.code
-        _check_unchanged(source, instance.source)
-        binaries.keep(key, content)
+    with binaries.claimed(key) as content:
+        if content is None:
+            content = offline.binary_of(instance.source, name, arch)
+            _check_unchanged(source, instance.source)
+            binaries.keep(key, content)
+    return _of_binary(cupy, content)
+
+
+def _of_binary(cupy: Any, content: bytes) -> tuple[Any, Any]:
+    """Return a module and function of what ``offline.binary_of`` made."""
     symbol, _, code = content.partition(b"\0")
     module = cupy.cuda.Module()
     module.load(code)

@@ -65,3 +65,12 @@ def compile_cubin(source: str, name_expressions: Sequence[str], arch: str) -> Cu
         for name, symbol in code.symbol_mapping.items()
     }
     return Cubin(code=bytes(code.code), symbols=symbols)
+
+
+def binary_of(source: str, name_expression: str, arch: str) -> bytes:
+    """Return what is kept of one instance: its symbol, a zero byte, and the ELF file.
+
+    Args and errors are those of ``compile_cubin``.
+    """
+    cubin = compile_cubin(source, [name_expression], arch)
+    return cubin.symbols[name_expression].encode() + b"\0" + cubin.code

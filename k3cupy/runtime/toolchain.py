@@ -205,20 +205,23 @@ class Option(NamedTuple):
     cupy_adds: bool = False
 
 
+FLAGS = (
+    Option(("--std=c++17",), "std", "c++17"),
+    Option(("-ftz=true",), "ftz", True, cupy_adds=True),
+    Option(
+        ("--device-as-default-execution-space",),
+        "device_as_default_execution_space",
+        True,
+        cupy_adds=True,
+    ),
+)
+"""What is the same on every machine."""
+
+
 def every_option(source_directory: Path) -> tuple[Option, ...]:
     """Return the one list of options; the architecture comes from each compiler's own caller."""
     folders = [str(source_directory), include_directory()]
-    return (
-        Option(("--std=c++17",), "std", "c++17"),
-        Option(tuple(f"-I{folder}" for folder in folders), "include_path", folders),
-        Option(("-ftz=true",), "ftz", True, cupy_adds=True),
-        Option(
-            ("--device-as-default-execution-space",),
-            "device_as_default_execution_space",
-            True,
-            cupy_adds=True,
-        ),
-    )
+    return (*FLAGS, Option(tuple(f"-I{folder}" for folder in folders), "include_path", folders))
 
 
 def options(source_directory: Path) -> tuple[str, ...]:

@@ -1,0 +1,65 @@
+"""``python -m k3cupy bundle``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from k3cupy import projections
+from k3cupy.cli.options import compiling
+from k3cupy.runtime import devices
+from k3cupy.runtime.errors import CompileError, ToolchainError
+
+
+@click.command()
+@click.option("--model", required=True, help=f"One of {', '.join(projections.MODELS)}.")
+@click.option("--tp", type=int, required=True, help="Degree of tensor parallelism, as 8.")
+@click.option(
+    "--gpu",
+    help=f"{', '.join(devices.NAMED)}, or the full name of one; by default that of this machine.",
+)
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="The folder.")
+@click.option("--wheel", is_flag=True, help="Write a wheel there, which pip installs.")
+@click.option("--batch-invariant", is_flag=True, help="Also for that mode of linear layers.")
+@click.option("--kv-inputs-ready", is_flag=True, help="Also for decode calls with that promise.")
+@click.option("--max-workers", type=click.IntRange(1), help="Compiling threads; one a core.")
+def bundle(
+    model: str,
+    tp: int,
+    gpu: str | None,
+    out: Path,
+    wheel: bool,
+    batch_invariant: bool,
+    kv_inputs_ready: bool,
+    max_workers: int | None,
+) -> None:
+    """Compile all that a model needs into one folder or wheel; needs no GPU.
+
+    With K3CUPY_BUNDLE naming the folder, or the wheel installed, nothing of it is compiled later.
+    """
+    from k3cupy import bundling
+
+    try:
+        here = devices.info(devices.ordinal_of(None)) if gpu is None else devices.named(gpu)
+        of_calls = bundling.instances_of(
+            model, tp, here, batch_invariant=batch_invariant, kv_inputs_ready=kv_inputs_ready
+        )
+        wanted = list(dict.fromkeys(of_calls))
+        with compiling() as (found, done):
+            found(len(wanted))
+            made = (bundling.make_wheel if wheel else bundling.make)(
+                wanted,
+                f"{model} tp{tp}",
+                here,
+                out.absolute(),
+                max_workers=max_workers,
+                on_done=done,
+            )
+    except (OSError, ValueError, ToolchainError, CompileError) as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(f"{len(wanted)} kernels for {model} tp{tp} on {here.name} ({here.arch})")
+    if wheel:
+        click.echo(f"wrote {made}; pip install it where k3cupy is")
+    else:
+        click.echo(f"wrote {out}; set K3CUPY_BUNDLE={out.absolute()}")
