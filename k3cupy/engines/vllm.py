@@ -61,7 +61,7 @@ def register() -> None:
     wanted = env.vllm_targets()
     if wanted is None:
         return
-    names = _named("K3CUPY_VLLM", wanted or ("*",))
+    names = _named(env.VLLM, wanted or ("*",))
     _install(names, env.vllm_kv_ready())
 
 
@@ -250,7 +250,7 @@ def _compile_factors() -> dict[str, Any]:
     """Return what of ours decides what ``torch.compile`` makes of a model."""
     traced = map(facts.target_of, (facts.LINEAR, facts.LM_HEAD))
     asked = [name for name in traced if _dotted(name) in _asked]
-    return {"K3CUPY_VLLM": [k3cupy.__version__, *asked]} if asked else {}
+    return {env.VLLM: [k3cupy.__version__, *asked]} if asked else {}
 
 
 def _asked_targets() -> list[str]:

@@ -31,7 +31,7 @@ SOURCE_DIR = os.environ.encodekey("K3CUPY_SOURCE_DIR")
 CHECK = os.environ.encodekey("K3CUPY_CHECK")
 BATCH_INVARIANT = os.environ.encodekey("K3CUPY_BATCH_INVARIANT")
 BUNDLE, NO_COMPILE = "K3CUPY_BUNDLE", "K3CUPY_NO_COMPILE"
-SGLANG = "K3CUPY_SGLANG"
+VLLM, SGLANG = "K3CUPY_VLLM", "K3CUPY_SGLANG"
 
 _OURS = f"{__name__.partition('.')[0].upper()}_"
 _OFF, _ON = ("0", "false", "off", "no"), ("1", "true", "on", "yes")
@@ -87,7 +87,7 @@ def cache_dir() -> str | None:
 
 def vllm_targets() -> tuple[str, ...] | None:
     """Return what K3CUPY_VLLM names, () for everything, None for nothing."""
-    return _names("K3CUPY_VLLM")
+    return _names(VLLM)
 
 
 def vllm_kv_ready() -> bool:
