@@ -181,7 +181,7 @@ def test_case25_gradients_are_never_lost() -> None:
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_tensors_without_memory() -> None:
-    """Meta and fake tensors are for the framework, as a compiler's tracing has them."""
+    """Meta tensors are for the framework; fake ones, of a trace, for the operator: no call yet."""
     x, weight = (torch.zeros(*shape, dtype=BF16, device="meta") for shape in ((4, K), (48, K)))
     assert k3cupy.low_latency_linear(x, weight).shape == (4, 48)
     assert says(only_row().choice.reason, "x", "meta")
@@ -192,7 +192,7 @@ def test_tensors_without_memory() -> None:
         x, weight = torch.zeros(4, K, dtype=BF16), torch.zeros(48, K, dtype=BF16)
         assert k3cupy.low_latency_linear(x, weight).shape == (4, 48)
         assert k3cupy.explain_low_latency_gemm(x, weight).is_fallback
-    assert only_row().calls == 1
+    assert len(k3cupy.dispatch_report()) == 0
 
 
 # A kernel of ours, on a GPU that is none

@@ -1,4 +1,5 @@
-"""torch.compile around calls of ours: it calls them, and does not trace into the package."""
+"""torch.compile around calls of ours: it takes operators for them, or calls them, and never looks
+further into the package."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ ONE_OF_EACH_KIND = (
     "low_latency_linear",
 )
 MOST = 4
-"""A public function, what it passes a call on to, and an operation: nothing behind that."""
+"""A public function, what it passes a call on to, and an operation: nothing behind that. Where
+operators stand for all calls nothing is looked into but the caller."""
 
 
 class Traced(list[str]):
@@ -153,19 +155,46 @@ def test_case43_an_operation_compiled_itself_and_an_explanation(traced: Traced) 
 
 
 def test_case43_errors_inside_a_compiled_function_are_those_outside(traced: Traced) -> None:
+    """PyTorch's own class, for the graph is not made; and ours for a call that leaves the graph."""
     x, weight = normal((3, 128), 1), normal((64, 129), 2)
-    for run in (k3cupy.fused_a_gemm, compiled(lambda *given: k3cupy.fused_a_gemm(*given))):
-        with pytest.raises(ValueError, match=r"weight: expected shape \[N, 128\] like x, got"):
-            run(x, weight)
+    told = r"weight: expected shape \[N, 128\] like x, got"
+    inside = compiled(lambda *given, **named: k3cupy.fused_a_gemm(*given, **named))
+    with pytest.raises(ValueError, match=told):
+        k3cupy.fused_a_gemm(x, weight)
+    with pytest.raises(RuntimeError, match=told):
+        inside(x, weight)
+    with pytest.raises(ValueError, match=told):
+        inside(x, weight, stream=0)
 
 
-def test_case43_a_whole_graph_with_a_call_is_refused(traced: Traced) -> None:
+@pytest.mark.parametrize("is_told", [False, True], ids=["not told", "told"])
+def test_case43_a_whole_graph_with_calls(is_told: bool, traced: Traced) -> None:
+    """Also where the compiler meets ours before it was told of the package."""
     x, weight = normal((3, 128), 1), normal((64, 128), 2)
-    for named in ("stamp", "fused_a_gemm"):
-        whole = torch.compile(lambda *given: k3cupy.fused_a_gemm(*given), fullgraph=True)
-        with pytest.raises(torch._dynamo.exc.Unsupported, match=named):
-            whole(x, weight)
+    if is_told:
         tracing.tell()
+    for name in ("fused_a_gemm", "low_latency_linear"):
+        run = getattr(k3cupy, name)
+        whole = torch.compile(lambda *t, f=run: f(*t), fullgraph=True, backend="eager")
+        assert torch.equal(whole(x, weight), run(x, weight))
+    assert not traced
+
+
+def test_a_compiler_that_does_not_know_the_marks_calls_ours(
+    traced: Traced, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As before there were operators: it leaves its graph, and goes on behind the call."""
+    from k3cupy.call.operation import Operation
+
+    monkeypatch.delitem(vars(Operation.__call__), "_torchdynamo_inline")
+    x, weight = normal((3, 128), 1), normal((64, 128), 2)
+    step = lambda x: k3cupy.fused_a_gemm(x * 2, weight) + 1  # noqa: E731
+    assert torch.equal(compiled(step)(x), step(x))
+    whole = torch.compile(lambda x: k3cupy.fused_a_gemm(x, weight), fullgraph=True, backend="eager")
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match=r"Operation\.__call__|choose and launch"
+    ):
+        whole(x)
 
 
 def test_a_compiler_without_a_list_of_files_to_skip_is_left_alone(

@@ -158,10 +158,6 @@ def test_a_weight_of_another_width_is_an_error_while_tracing() -> None:
         compiled(normal((3, K), 1), normal((N, K + 1), 2))
 
 
-def test_importing_the_module_again_registers_nothing_twice() -> None:
-    assert torch_library.low_latency_linear._opoverload is OPERATOR.default
-
-
 # Compiled models
 
 
@@ -407,14 +403,16 @@ def test_an_x_without_dimensions_is_the_frameworks_error() -> None:
         OPERATOR(torch.ones((), dtype=BF16), normal((N, K), 2))
 
 
-def test_symbolic_shapes_are_counted_as_unknown() -> None:
+def test_a_trace_counts_no_call_and_its_graph_counts_each() -> None:
     weight, x = normal((N, K), 2), normal((3, K), 1)
     k3cupy.reset_dispatch_report()
     make = functools.partial(make_fx, tracing_mode="symbolic", _allow_non_fake_inputs=True)
     graph = make(lambda x: k3cupy.low_latency_linear(x, weight))(x)
-    assert torch.equal(graph(x), F.linear(x, weight))
+    assert len(k3cupy.dispatch_report()) == 0
+    for _ in range(2):
+        assert torch.equal(graph(x), F.linear(x, weight))
     (row,) = k3cupy.dispatch_report()
-    assert (row.n, row.k, row.num_tokens, row.calls) == (0, 0, 0, 1)
+    assert (row.n, row.k, row.num_tokens, row.calls) == (N, K, 3, 2)
 
 
 def test_the_compiler_never_traces_what_an_eager_layer_runs(

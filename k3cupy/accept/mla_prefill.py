@@ -15,6 +15,7 @@ from k3cupy.constants import (
     V_HEAD_DIM,
 )
 from k3cupy.kernels import mla_prefill as kernel
+from k3cupy.runtime import tracing
 from k3cupy.runtime.errors import reject
 from k3cupy.runtime.tensors import TensorView
 
@@ -50,24 +51,26 @@ class Signature:
             (*inputs, *self.out_names), [n for n in inputs if n not in optional], scales
         )
 
-    def split_out(self, out: Any) -> Values:
-        """Return what was given as ``out``, one value an output.
 
-        Raises:
-            TypeError, ValueError: several outputs and no tuple of as many tensors.
-        """
-        count = len(self.out_names)
-        if out is None or count == 1:
-            return (out,) + (None,) * (count - 1)
-        wanted = f"a tuple of {count} tensors ({', '.join(self.outputs)})"
-        if not isinstance(out, tuple | list):
-            reject("out", wanted, type(out).__name__, error=TypeError)
-        if len(out) != count:
-            reject("out", wanted, f"{len(out)} of them")
-        for name, value in zip(self.out_names, out, strict=True):
-            if value is None:
-                reject(name, "a tensor like the others", "None", error=TypeError)
-        return tuple(out)
+@tracing.instead("split_out")
+def split_out(signature: Signature, out: Any) -> Values:
+    """Return what was given as ``out``, one value an output.
+
+    Raises:
+        TypeError, ValueError: several outputs and no tuple of as many tensors.
+    """
+    count = len(signature.out_names)
+    if out is None or count == 1:
+        return (out,) + (None,) * (count - 1)
+    wanted = f"a tuple of {count} tensors ({', '.join(signature.outputs)})"
+    if not isinstance(out, tuple | list):
+        reject("out", wanted, type(out).__name__, error=TypeError)
+    if len(out) != count:
+        reject("out", wanted, f"{len(out)} of them")
+    for name, value in zip(signature.out_names, out, strict=True):
+        if value is None:
+            reject(name, "a tensor like the others", "None", error=TypeError)
+    return tuple(out)
 
 
 _LATENT = ("q", "k_nope", "k_pe", "kv_c_normed")

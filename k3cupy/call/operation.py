@@ -16,8 +16,9 @@ from k3cupy.call.choice import Choice
 from k3cupy.call.launch import Launch
 from k3cupy.call.plans import CudaPlan, Plan, PlanCache, Reference, ReferencePlan, Verify, stamp
 from k3cupy.call.repeat import MISS, Repeat, filled
-from k3cupy.runtime import devices, env
+from k3cupy.runtime import devices, env, tracing
 from k3cupy.runtime.devices import DeviceInfo
+from k3cupy.runtime.tensors import is_traced
 
 Given = Mapping[str, Any]
 """What a call asks for beside its tensors, by name."""
@@ -40,7 +41,7 @@ class Operation:
         choose: (problem, GPU, options) -> what runs; not asked for a call without tokens.
         reference: what computes it on a CPU.
         check: refuses what of its arguments by name is wrong and no tensor, and adds what
-            ``arguments`` name otherwise; None for nothing.
+            ``arguments`` name otherwise.
         verify: what K3CUPY_CHECK looks at; None for nothing.
         launches: (problem, configuration, GPU) -> what is queued; None for the kernel's own.
         plans: by the signature of their calls.
@@ -55,7 +56,7 @@ class Operation:
     accept: Callable[[Values, Given], Problem]
     choose: Callable[[Any, DeviceInfo, Given], Choice]
     reference: Reference
-    check: Callable[[dict[str, Any]], None] | None = None
+    check: Callable[[dict[str, Any]], None]
     verify: Verify | None = None
     launches: Callable[[Any, Any, DeviceInfo], Sequence[Launch]] | None = None
     plans: PlanCache = field(default_factory=PlanCache)
@@ -67,6 +68,7 @@ class Operation:
         object.__setattr__(self, "sources", (self.kernel.SOURCE,))
         operations[self.function] = self
 
+    @tracing.instead("operation")
     def __call__(self, values: Values, options: tuple[Any, ...], stream: Any) -> Any:
         """Compute a call.
 
@@ -87,11 +89,16 @@ class Operation:
                 result = again(*values)
                 if result is not MISS:
                     return result
-        addresses, signature, owners = self.arguments.probe(values, stream)
+        try:
+            addresses, signature, owners = self.arguments.probe(values, stream)
+        except TypeError:
+            return tracing.run_instead(Operation.__call__, self, values, options, stream)
         key = (signature, options, now)
         plan = self.plans.get(key)
         comes_again = plan is not None
         if plan is None:
+            if is_traced(values):
+                return tracing.run_instead(Operation.__call__, self, values, options, stream)
             given = dict(zip(self.options, options, strict=True))
             problem = self.accept(values, given)
             plan = self.plan_of(problem, self.choice(problem, given), stream)
@@ -147,8 +154,7 @@ class Operation:
         """Return the arguments of a call by name, those among them that are no tensors checked."""
         found = inspect.signature(self.function).bind(*args, **kwargs)
         found.apply_defaults()
-        if self.check is not None:
-            self.check(found.arguments)
+        self.check(found.arguments)
         return found.arguments
 
     def explain(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Choice:
@@ -181,3 +187,9 @@ class Operation:
             options = tuple(given[name] for name in self.options)
             run = filled(values, names, problem.views, lambda every: self(every, options, stream))
         return run, tuple(problem.views), choice
+
+
+@tracing.instead("check_options")
+def check_options(operation: Operation, options: tuple[Any, ...]) -> None:
+    """Refuse options of a wrong type, which are in the order of the operation's."""
+    operation.check(dict(zip(operation.options, options, strict=True)))

@@ -19,7 +19,7 @@ def linear(x: Any, weight: Any, residual: Any, stream: Any, float32_out: bool) -
         TypeError: the tensors are of no framework with a linear, or of several.
     """
     torch = pytorch()
-    of_torch = _torch_float32 if float32_out else _torch_linear
+    of_torch = torch_float32 if float32_out else torch_linear
     if torch is not None and isinstance(x, torch.Tensor):
         device = x.device.index if x.device.type == "cuda" else None
         if stream is None or device is None:
@@ -45,7 +45,8 @@ def linear(x: Any, weight: Any, residual: Any, stream: Any, float32_out: bool) -
     return _array_linear(x, weight, residual, float32_out)
 
 
-def _torch_linear(torch: Any, x: Any, weight: Any, residual: Any) -> Any:
+def torch_linear(torch: Any, x: Any, weight: Any, residual: Any) -> Any:
+    """Multiply and add as PyTorch does."""
     if residual is None:
         return torch.nn.functional.linear(x, weight)
     if x.dim() == 2 or weight.dim() != 2:
@@ -57,7 +58,7 @@ def _torch_linear(torch: Any, x: Any, weight: Any, residual: Any) -> Any:
     return torch.addmm(added, x.reshape(count, k), weight.t()).reshape(shape)
 
 
-def _torch_float32(torch: Any, x: Any, weight: Any, residual: Any) -> Any:
+def torch_float32(torch: Any, x: Any, weight: Any, residual: Any) -> Any:
     """Multiply and add in float32: by cuBLAS, which can store its sums, else of widened inputs."""
     linear, kinds = torch.nn.functional.linear, (torch.bfloat16, torch.float16)
     narrow = x.dtype == weight.dtype and x.dtype in kinds

@@ -15,12 +15,12 @@ from k3cupy.accept.gemm import GemmProblem, Signature, check_fused_a_config
 from k3cupy.call.arguments import Values
 from k3cupy.call.choice import Choice
 from k3cupy.call.launch import Launch
-from k3cupy.call.operation import Given, Operation
+from k3cupy.call.operation import Given, Operation, check_options
 from k3cupy.choose.gemm import FUSED_A, choose
 from k3cupy.kernels import fused_a_gemm as kernel
 from k3cupy.kernels.fused_a_gemm import MAX_TOKENS, FusedAGemmConfig
 from k3cupy.reference.fused_a_gemm import fused_a_gemm_reference
-from k3cupy.runtime import producers
+from k3cupy.runtime import producers, tracing
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import reject
 
@@ -88,6 +88,7 @@ def fused_a_gemm(
         >>> out is residual
         True
     """
+    options = (pdl, weight_is_static, batch_invariant, config, out_dtype)
     if (
         config is not None
         or type(weight_is_static) is not bool
@@ -95,8 +96,7 @@ def fused_a_gemm(
         or type(pdl) not in OPTIONAL_BOOL
         or out_dtype is not None
     ):
-        _check(locals())
-    options = (pdl, weight_is_static, batch_invariant, config, out_dtype)
+        check_options(OPERATION, options)
     return OPERATION((x, weight, residual, out), options, stream)
 
 
@@ -159,6 +159,7 @@ def _dsv3_of_sglang(mat_a: Any, mat_b: Any, output: Any = None, enable_pdl: Any 
     return _DSV3((mat_a, mat_b, None, output), (enable_pdl, enable_pdl, False, None, None), None)
 
 
+@tracing.instead("ends_with_output")
 def _ends_with_output(first: Any, second: Any, third: Any) -> bool:
     """Return whether three tensors are mat_a, mat_b and output, in this order."""
     try:

@@ -17,10 +17,10 @@ from k3cupy.choose.gemm import ALL, FUSED_A, NOT_INVARIANT, SKINNY, choose
 from k3cupy.kernels.fused_a_gemm import why_not_mapped
 from k3cupy.ops import batch_invariance, framework_linear, fused_a_gemm, skinny_gemm
 from k3cupy.ops.dispatch_report import Counter, counter_of, counters
-from k3cupy.runtime import devices, producers, sources
+from k3cupy.runtime import devices, producers, sources, tracing
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import CaptureError, ToolchainError, reject, shown
-from k3cupy.runtime.tensors import ALIGNMENT, is_integer, pytorch, span
+from k3cupy.runtime.tensors import ALIGNMENT, is_integer, is_traced, pytorch, span
 from k3cupy.runtime.warn import warn_user
 
 _probe = OURS.arguments.probe
@@ -310,10 +310,11 @@ def _keep(values: Values, of_call: tuple[Any, ...], route: _Route, shapes: Any =
         _repeats.put_first(key, (route.counter, repeat, route.plan is not None))
 
 
+@tracing.instead("linear")
 def _run(
     values: Values, batch_invariant: Any, weight_is_static: Any, stream: Any, out_dtype: Any
 ) -> Any:
-    now = stamp(SOURCES)
+    now, asked = stamp(SOURCES), batch_invariant
     if type(batch_invariant) is not bool:
         batch_invariant = batch_invariance.resolved(batch_invariant)
     if type(weight_is_static) is not bool:
@@ -323,15 +324,14 @@ def _run(
     # An x of another rank is the framework's here, and may be ours in a layer.
     is_repeated = stream is None is out_dtype and type(values[0]) in producers.torch_types
     is_repeated = is_repeated and values[0].ndim == 2
-    if is_repeated:
-        done = again(values, (now, batch_invariant), weight_is_static)
-        if done is not None:
-            return done[0]
+    if is_repeated and (done := again(values, (now, batch_invariant), weight_is_static)):
+        return done[0]
     of_call = (weight_is_static, now, batch_invariant)
     try:
         addresses, signature, owners = _probe(values, stream)
     except TypeError:
-        # A tensor without memory, such as one of a compiler's tracing, is for the framework.
+        if is_traced(values):
+            return tracing.run_instead(_run, values, asked, weight_is_static, stream, out_dtype)
         _, choice = _decide(values, batch_invariant, weight_is_static, out_dtype)
         if stream is not None or not choice.is_fallback:
             raise
@@ -339,6 +339,8 @@ def _run(
         return None
     key = (signature, *of_call, out_dtype)
     route = _routes.get(key)
+    if route is None and is_traced(values):
+        return tracing.run_instead(_run, values, asked, weight_is_static, stream, out_dtype)
     is_repeated = is_repeated and route is not None
     if route is None:
         route = _make_route(values, batch_invariant, weight_is_static, stream, out_dtype)
@@ -474,7 +476,4 @@ def _counter_of(choice: Choice, values: Values) -> Counter:
     weight: Any = getattr(values[1], "shape", ())
     num_tokens, k = x if len(x) == 2 else (0, 0)
     n = weight[0] if len(weight) == 2 else 0
-    if not (is_integer(n) and is_integer(k) and is_integer(num_tokens)):
-        n = k = num_tokens = 0  # a compiler's symbols
-    known = counters.get((choice, n, k, num_tokens))
-    return counter_of(choice, n, k, num_tokens) if known is None else known
+    return counters.get((choice, n, k, num_tokens)) or counter_of(choice, n, k, num_tokens)

@@ -8,7 +8,7 @@ from k3cupy.accept import checks, mla, mla_decode
 from k3cupy.accept.checks import OPTIONAL_BOOL
 from k3cupy.call.arguments import Values
 from k3cupy.call.choice import Choice
-from k3cupy.call.operation import Given, Operation
+from k3cupy.call.operation import Given, Operation, check_options
 from k3cupy.choose.mla import choose
 from k3cupy.kernels import mla_decode as kernel
 from k3cupy.kernels.mla_decode import MlaDecodeConfig
@@ -116,7 +116,7 @@ def fused_mla_decode_q_concat_kv_cache_insert(
         or type(kv_inputs_ready) is not bool
         or type(pdl) not in OPTIONAL_BOOL
     ):
-        _check(locals())
+        check_options(_OPERATION, (ds_mla, kv_inputs_ready, pdl, config))
     return _OPERATION(values, (ds_mla, kv_inputs_ready, pdl, config), stream)
 
 

@@ -31,10 +31,10 @@ from collections.abc import Callable
 from typing import Any
 
 from k3cupy.accept import checks, mla
-from k3cupy.accept.mla_prefill import SIGNATURES, Signature, accept
+from k3cupy.accept.mla_prefill import SIGNATURES, Signature, accept, split_out
 from k3cupy.call.arguments import Values
 from k3cupy.call.choice import Choice
-from k3cupy.call.operation import Given, Operation
+from k3cupy.call.operation import Given, Operation, check_options
 from k3cupy.choose.mla import choose
 from k3cupy.kernels import mla_prefill as kernel
 from k3cupy.kernels.mla_prefill import MlaPrefillConfig
@@ -308,8 +308,8 @@ def _check(given: Given) -> None:
 
 def _run(op: str, inputs: Values, out: Any, stream: Any, pdl: Any, config: Any) -> Any:
     if config is not None or pdl is not None:
-        _check(locals())
-    values = (*inputs, *SIGNATURES[op].split_out(out))
+        check_options(_OPERATIONS[op], (pdl, config))
+    values = (*inputs, *split_out(SIGNATURES[op], out))
     return _OPERATIONS[op](values, (pdl, config), stream)
 
 
@@ -337,7 +337,7 @@ def _compute(problem: mla.MlaProblem, arrays: dict[str, Any]) -> None:
 def _operation(signature: Signature) -> Operation:
     def check(given: dict[str, Any]) -> None:
         _check(given)
-        given |= zip(signature.out_names, signature.split_out(given["out"]), strict=True)
+        given |= zip(signature.out_names, split_out(signature, given.get("out")), strict=True)
 
     return Operation(
         function=globals()[signature.op],

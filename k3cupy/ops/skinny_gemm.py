@@ -13,7 +13,7 @@ from k3cupy.accept.checks import OPTIONAL_BOOL
 from k3cupy.accept.gemm import GemmProblem, check_skinny_config
 from k3cupy.call.arguments import Values
 from k3cupy.call.choice import Choice
-from k3cupy.call.operation import Given, Operation
+from k3cupy.call.operation import Given, Operation, check_options
 from k3cupy.choose.gemm import SKINNY, choose
 from k3cupy.kernels import skinny_gemm as kernel
 from k3cupy.kernels.skinny_gemm import SkinnyGemmConfig
@@ -87,7 +87,7 @@ def skinny_gemm(
         or type(pdl) not in OPTIONAL_BOOL
         or out_dtype is not None
     ):
-        _check(locals())
+        check_options(OPERATION, (pdl, weight_is_static, config, out_dtype))
     return OPERATION((x, weight, residual, out), (pdl, weight_is_static, config, out_dtype), stream)
 
 

@@ -277,6 +277,8 @@ _TORCH = Handlers(None, _view_torch)
 _NUMPY = Handlers(_probe_numpy, _view_numpy)
 _CUPY = Handlers(_probe_cupy, _view_cupy)
 _DLPACK = Handlers(_probe_dlpack, _view_dlpack)
+_LAYOUT = Handlers(_probe_dlpack, lambda v: v)
+"""Of a view itself, which may be validated. It has no memory, and no export to be probed."""
 
 _by_type: dict[type, Handlers] = {}
 
@@ -295,6 +297,8 @@ def _resolve(cls: type) -> Handlers | None:
     torch = pytorch()
     if torch is not None and issubclass(cls, torch.Tensor):
         return _TORCH
+    if cls is TensorView:
+        return _LAYOUT
     for base in cls.__mro__:
         root = base.__module__.partition(".")[0]
         if root == "cupy" and base.__name__ == "ndarray":

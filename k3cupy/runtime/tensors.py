@@ -148,6 +148,17 @@ def pytorch() -> Any:
     return None if getattr(getattr(module, "__spec__", None), "_initializing", False) else module
 
 
+def is_traced(values: tuple[Any, ...]) -> bool:
+    """Return whether one is a tensor without memory that ``torch.export`` and ``make_fx`` have.
+
+    Those call a function itself, where PyTorch's compiler reads its code.
+    """
+    fake = sys.modules.get("torch._subclasses.fake_tensor")
+    functional = sys.modules.get("torch._subclasses.functional_tensor")
+    kinds = getattr(fake, "FakeTensor", ()), getattr(functional, "FunctionalTensor", ())
+    return any([isinstance(value, kinds) for value in values])
+
+
 def is_integer(value: Any) -> bool:
     """Return whether a value is an integer, NumPy's among them, and no bool or time."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool | np.timedelta64)

@@ -1,1 +1,1 @@
-"""The package inside frameworks: PyTorch modules and the operator for its compiler."""
+"""The package inside frameworks: PyTorch modules, and operators for its compiler."""

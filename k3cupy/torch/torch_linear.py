@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.compiler import is_compiling
 from torch.nn.modules.linear import Linear  # itself: nn.Linear is a name that others assign to
 
@@ -23,6 +25,9 @@ from k3cupy.torch.wrappers import ADAPTED, ADAPTED_NAME
 
 _PLAIN = (Tensor, nn.Parameter)
 """Classes whose data is what it looks like: no quantised, sharded or fake tensors."""
+
+_TRACED = (FakeTensor, FunctionalTensor)
+"""Classes of tensors that stand for plain ones while ``torch.export`` or ``make_fx`` traces."""
 
 _NONE = type(None)
 """What no transform is. The compiler traces a look at its class; `is None` it takes for false."""
@@ -72,12 +77,12 @@ class LowLatencyLinear(Linear):  # type: ignore[misc]
                 and type(weight) is not Tensor
             )
             if is_compiling():
-                if _may_be_operator(input, weight):
+                if may_be_operator(input, weight):
                     return torch.ops.k3cupy.low_latency_linear(
                         input, weight, None, static, self.batch_invariant
                     )
-                part = None if type(weight) in _PLAIN else shards.part_of(input, weight)
-                if part is not None and _may_be_operator(part.x, part.weight):
+                part = None if is_plain(weight) else shards.part_of(input, weight)
+                if part is not None and may_be_operator(part.x, part.weight):
                     return part.whole(
                         torch.ops.k3cupy.low_latency_linear(
                             part.x, part.weight, None, False, self.batch_invariant
@@ -150,23 +155,35 @@ def _functions_are_watched() -> bool:
     return any(type(mode) is not torch.utils._device.DeviceContext for mode in modes)
 
 
-def _may_be_operator(x: Tensor, weight: Tensor) -> bool:
+def is_plain(t: Any) -> bool:
+    """Return whether a value in code that is traced is a plain tensor, or stands for one."""
+    return type(t) in _PLAIN or isinstance(t, _TRACED)
+
+
+def may_be_operator(x: Tensor, weight: Tensor) -> bool:
     """Return whether a call that is being compiled may become the operator.
 
     No where the framework's linear does more than the product, or is not the only one to see it:
-    gradients, transforms, autocast, modes.
+    transforms, autocast, modes, and gradients, which what is exported has by the operator too.
     """
     return (
-        type(x) in _PLAIN
-        and type(weight) in _PLAIN
+        is_plain(x)
+        and is_plain(weight)
         and x.device.type in ("cuda", "cpu")
         and x.dtype == weight.dtype == torch.bfloat16
         and x.dim() > 0
         and weight.dim() == 2
         and isinstance(torch._C._functorch.peek_interpreter_stack(), _NONE)
         and torch.autograd.forward_ad._current_level < 0
-        and not (torch._C._len_torch_function_stack() and _functions_are_watched())
-        and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+        and (
+            isinstance(x, _TRACED)  # an exporter has modes of its own
+            or not (torch._C._len_torch_function_stack() and _functions_are_watched())
+        )
+        and (
+            # Not by its function: that is true in all that PyTorch 2.11 compiles.
+            getattr(torch.compiler, "_is_exporting_flag", False)
+            or not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+        )
         and not (torch.is_autocast_enabled(x.device.type) and _autocast_changes(x))
     )
 
