@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from click.testing import CliRunner
-from gemm_helpers import SKINNY
+from gemm_helpers import SKINNY, unread
 from helpers import refused
 from toolchain_helpers import FakeGpu, fake_h200
 
@@ -29,8 +29,11 @@ def warmup(**options: Any) -> int:
 
 
 def names_of(tokens: range | list[int], *variants: skinny_gemm.Variant) -> set[str]:
-    chosen = [SKINNY.chosen(SHAPE, count).config for count in tokens]
-    return {config.name_expression(variant) for config in chosen for variant in variants}
+    def config(count: int, residual: bool) -> Any:
+        added = unread(count, SHAPE[0]) if residual else None
+        return SKINNY.chosen(SHAPE, count, residual=added).config
+
+    return {config(t, v.has_residual).name_expression(v) for t in tokens for v in variants}
 
 
 def test_warmup_compiles_what_calls_of_a_shape_will_get(fake_h200: FakeGpu) -> None:
