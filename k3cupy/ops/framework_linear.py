@@ -58,13 +58,21 @@ def torch_linear(torch: Any, x: Any, weight: Any, residual: Any) -> Any:
     return torch.addmm(added, x.reshape(count, k), weight.t()).reshape(shape)
 
 
-def torch_float32(torch: Any, x: Any, weight: Any, residual: Any) -> Any:
-    """Multiply and add in float32: by cuBLAS, which can store its sums, else of widened inputs."""
+def torch_float32(
+    torch: Any, x: Any, weight: Any, residual: Any, stores_sums: bool | None = None
+) -> Any:
+    """Multiply and add in float32: by cuBLAS, which can store its sums, else of widened inputs.
+
+    Whether it can is what compiled code says by ``stores_sums``, because it cannot ask.
+    """
     linear, kinds = torch.nn.functional.linear, (torch.bfloat16, torch.float16)
     narrow = x.dtype == weight.dtype and x.dtype in kinds
     follows = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    stored = x.is_cuda and "dtype" in torch.ops.aten.mm.overloads()  # from PyTorch 2.8 on
-    where = x.device.type if torch.amp.is_autocast_available(x.device.type) else "cpu"
+    if stores_sums is None:
+        stores_sums = "dtype" in torch.ops.aten.mm.overloads()  # from PyTorch 2.8 on
+    stored, where = x.is_cuda and stores_sums, x.device.type
+    if where not in ("cpu", "cuda") and not torch.amp.is_autocast_available(where):
+        where = "cpu"
     with torch.autocast(where, enabled=False):  # it would round
         if not narrow:
             out = linear(x, weight)

@@ -127,8 +127,9 @@ def linear(
         return torch.ops.k3cupy.low_latency_linear(
             x, weight, residual, weight_is_static, batch_invariant, out_dtype
         )
-    run = framework_linear.torch_linear if out_dtype is None else framework_linear.torch_float32
-    return run(torch, x, weight, residual)
+    if out_dtype is None:
+        return framework_linear.torch_linear(torch, x, weight, residual)
+    return framework_linear.torch_float32(torch, x, weight, residual, operators.STORES_SUMS)
 
 
 def check_options(of: Any, options: tuple[Any, ...]) -> None:

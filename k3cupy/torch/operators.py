@@ -66,6 +66,9 @@ _DSV3_ARGUMENTS = "Tensor(a!) output, Tensor mat_a, Tensor mat_b, bool enable_pd
 _SCALE = "_value"
 """What the name of a scale ends with where it is a number."""
 
+STORES_SUMS = "dtype" in torch.ops.aten.mm.overloads()
+"""Whether a product of PyTorch can store float32, which traced code cannot ask."""
+
 
 def outside(function: Callable[..., Any], *given: Any) -> Any:
     """Call a function of ours: the compiler leaves its graph for that."""
