@@ -303,7 +303,7 @@ def start_command(model: str, tp: int, path: Path | None, commit: str | None) ->
     of_degree(model, tp)
     from k3cupy.bench import start
 
-    _show(start.as_document(list(start.run(model, tp)), commit), path)
+    _show(start.as_document(_measured(start.run(model, tp)), commit), path)
 
 
 @bench.command("apply")
