@@ -260,8 +260,25 @@ def _all_us(row: dict[str, Any]) -> list[float]:
 
 
 def test_one_export_is_the_table(exports: list[Path], tmp_path: Path) -> None:
+    """Of each kernel its fastest, and of each order of sums the fastest that is not far behind."""
     assert apply(exports[0], "--tables", tmp_path)[0] == 0
-    assert (tmp_path / "test_gpu/gemm.json").read_text() == exports[0].read_text()
+    (header, _), (made, _) = (parts_of(p.read_text()) for p in (exports[0], tmp_path / TABLE))
+    assert made == header
+    left_out = 0
+    for row, all_of_it in zip(rows_of(tmp_path / TABLE), rows_of(exports[0]), strict=True):
+        entry, whole = (entry_of(r["problem"], r) for r in (row, all_of_it))
+        assert (entry.kernel, entry.config, entry.us) == (whole.kernel, whole.config, whole.us)
+        for kernel, times in whole.times.items():
+            kept, ranked = entry.times[kernel], sorted(times, key=times.__getitem__)
+            assert kept == {config: times[config] for config in kept}
+            assert set(ranked[:6]) <= set(kept)
+            left_out += len(times) - len(kept)
+            near = [c for c in ranked if kernel != "linear" and times[c] <= 1.6 * times[ranked[0]]]
+            assert {c.order for c in near} <= {c.order for c in kept if c is not None}
+    assert left_out > 10
+
+
+TABLE = "test_gpu/gemm.json"
 
 
 def later_run(path: Path, tokens: int, faster: float) -> None:
@@ -292,7 +309,10 @@ def test_runs_of_later_kernels(exports: list[Path], tmp_path: Path, faster: floa
     for row, earlier in zip(made, first, strict=True):
         is_later = row["size"] == 8 and faster > 1
         want = after[row["problem"]] if is_later else earlier
-        assert _all_us(row) == pytest.approx(_all_us(want), abs=1e-4)
+        (entry, whole) = (entry_of(r["problem"], r) for r in (row, want))
+        for kernel, times in entry.times.items():
+            rest = {config: whole.times[kernel][config] for config in times}
+            assert times == pytest.approx(rest, abs=1e-4)
         stamp = (None, None) if is_later else (before["date"], before["sources"])
         assert (row.get("date"), row.get("sources")) == stamp
 

@@ -16,6 +16,9 @@ _WORTH_KEEPING = 1.02
 """How much further ahead of the framework's linear an earlier entry must be to stay: more than two
 runs differ by."""
 
+_FASTEST, _FAR_BEHIND = 6, 1.6
+"""How many times of a kernel a product's table ships, and up to how many times the fastest."""
+
 Run = tuple[Mapping[str, Any], Sequence[Entry]]
 """Header and entries of an exported file."""
 
@@ -38,7 +41,7 @@ def write_means(exports: Sequence[Path], folder: Path) -> Iterator[Path]:
     for family in dict.fromkeys(header["family"] for header, _ in runs):
         header, entries = joined([run for run in runs if run[0]["family"] == family])
         path = folder / slug(header["gpu"]) / f"{family}.json"
-        files.write_table(path, header, entries)
+        files.write_table(path, header, map(_shipped, entries))
         yield path
 
 
@@ -74,6 +77,24 @@ def joined(runs: Sequence[Run]) -> Run:
     elif len(runs) > 1:
         about += f", {len(runs)} runs: their mean where several measured the same"
     return {**newest, "about": f"{about}."}, list(found.values())
+
+
+def _shipped(entry: Entry) -> Entry:
+    """Return what is read of an entry in every process: of a product the fastest of each kernel.
+
+    Of each order of sums the fastest too, of which batch invariance takes one for all numbers of
+    tokens, unless it is far behind.
+    """
+    if LINEAR.kernel not in entry.times:
+        return entry
+    times = {}
+    for kernel, us in entry.times.items():
+        ranked = sorted(us, key=us.__getitem__)
+        limit = _FAR_BEHIND * us[ranked[0]]
+        of_orders = {getattr(c, "order", None): c for c in reversed(ranked) if us[c] <= limit}
+        kept = {*ranked[:_FASTEST], *of_orders.values()}
+        times[kernel] = {config: us[config] for config in us if config in kept}
+    return replace(entry, times=times)
 
 
 def _lead(entry: Entry) -> float:
