@@ -223,6 +223,11 @@ def for_others_to_write(folder: Path) -> str:
     return "has mode 0777, so that others could put any code there: `chmod go-w` it"
 
 
+def a_manifest_for_others_to_write(folder: Path) -> str:
+    (folder / "manifest.json").chmod(0o666)
+    return "its manifest.json has mode 0666, so that others could put any code there"
+
+
 def of_somebody_else(folder: Path) -> str:
     if os.geteuid() != 0:
         pytest.skip("only root can give a folder away")
@@ -240,6 +245,7 @@ def of_somebody_else(folder: Path) -> str:
         a_pipe,
         not_there,
         for_others_to_write,
+        a_manifest_for_others_to_write,
         of_somebody_else,
     ],
 )
