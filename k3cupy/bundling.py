@@ -141,8 +141,10 @@ def make(
         )
     toolchain.make_private(folder)
     binaries.trusted(folder)
-    before = set(folder.iterdir())
-    if before and folder / bundles.MANIFEST not in before:
+    manifest = folder / bundles.MANIFEST
+    before = set(folder.glob(f"{binaries.path_in(folder, '*').name}*"))
+    # Without a manifest they are of a run that was interrupted.
+    if not manifest.exists() and set(folder.iterdir()) - before:
         raise ValueError(f"out: expected an empty folder or a bundle, got {folder}, which is none")
     digests = {source: sources.load(source).digest for source in {i.source for i in instances}}
     names: dict[str, dict[str, str]] = {}
@@ -179,7 +181,7 @@ def make(
     )
     bundles.write_manifest(bundle, dict(sorted(names.items())))
     for path in before:
-        if path.suffix in (".cubin", ".tmp") and path.name not in names:
+        if path.name not in names:
             path.unlink(missing_ok=True)
     return bundle
 

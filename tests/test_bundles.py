@@ -552,6 +552,33 @@ def test_a_failure_leaves_no_manifest(
     assert not list(tmp_path.rglob("manifest.json"))
 
 
+def test_what_was_interrupted_is_made_again(
+    quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the same command, and nothing is left of what was half made."""
+
+    def interrupt(source: str, name: str, arch: str) -> bytes:
+        if name == ABSENT.name_expression:
+            raise KeyboardInterrupt
+        return text_of(source, name, arch)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(offline, "binary_of", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            bundling.make([ONE, ABSENT], "tiny tp1", H200, tmp_path / "out", max_workers=1)
+    assert list((tmp_path / "out").glob("*.cubin"))
+    bundling.make([OWN], "tiny tp1", H200, tmp_path / "out")
+    assert len(list((tmp_path / "out").iterdir())) == 2
+
+
+def test_a_file_of_somebody_in_a_bundle_stays(folder: Path) -> None:
+    mine = [folder / name for name in ("mine.cubin", "notes.tmp")]
+    for path in mine:
+        path.touch()
+    bundling.make([OWN], "tiny tp1", H200, folder)
+    assert all(path.exists() for path in mine)
+
+
 # Wheels
 
 
