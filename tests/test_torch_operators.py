@@ -314,6 +314,18 @@ def test_vmap_and_forward_mode_are_refused() -> None:
         assert name
 
 
+def test_the_linear_in_functional_gradients() -> None:
+    """The function has them; of an operator that is made in Python PyTorch has none."""
+    x, weight = normal((3, K), 1), normal((N, K), 2)
+
+    def gradient(run: Callable[..., Any]) -> Any:
+        return torch.func.grad(lambda rows: run(rows, weight).float().sum())(x)
+
+    same(gradient(k3cupy.low_latency_linear), gradient(F.linear), "the gradient")
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        gradient(OURS.low_latency_linear)
+
+
 def test_the_linear_under_vmap_is_a_loop() -> None:
     x, weight = normal((2, 3, K), 1), normal((N, K), 2)
     mapped = torch.func.vmap(lambda rows: OURS.low_latency_linear(rows, weight))(x)
@@ -571,6 +583,22 @@ def test_what_no_operator_carries_leaves_the_graph(named: dict[str, Any]) -> Non
             broken(x, weight)
         return
     same(broken(x, weight), want, "the call")
+
+
+EXPLAINED = """
+import torch, k3cupy
+x, weight = torch.ones(3, 128).bfloat16(), torch.ones(64, 128).bfloat16()
+for explain in (
+    k3cupy.explain_low_latency_gemm, k3cupy.explain_fused_a_gemm, k3cupy.explain_skinny_gemm
+):
+    told = torch.compile(lambda x: (explain(x, weight), x + 1)[0], backend="eager")(x)
+    assert told == explain(x, weight)
+"""
+
+
+def test_what_would_run_is_told_outside_of_the_graph() -> None:
+    """Also in a program in which the compiler meets nothing else of ours before."""
+    helpers.run_program(EXPLAINED)
 
 
 def test_the_linear_leaves_the_graph_too() -> None:

@@ -148,6 +148,7 @@ def explain_low_latency_gemm(
         >>> print(k3cupy.explain_low_latency_gemm(x, weight))
         linear on the CPU: x: expected a CUDA tensor, got one on the cpu
     """
+    stamp(SOURCES)  # a compiler that meets this first is told here where not to look
     values = (x, weight, residual, None)
     invariant = batch_invariance.resolved(batch_invariant)
     if out_dtype is not None:
