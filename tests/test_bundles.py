@@ -499,6 +499,19 @@ def test_what_is_unknown_is_refused_with_what_there_is(
     assert not (tmp_path / "out").exists()
 
 
+def test_without_a_gpu_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is no folder is refused before anything is compiled, by the option's name."""
+    monkeypatch.setattr(devices, "count", refuse)
+    words = ["bundle", "--model", "kimi-k3", "--tp", "8", "--out"]
+    done = CliRunner().invoke(main, [*words, str(tmp_path / "out")])
+    assert done.exit_code == 1
+    assert "--gpu: expected the name of a GPU, as h200, for none is found here: " in done.output
+    (tmp_path / "file").touch()
+    done = CliRunner().invoke(main, [*words, str(tmp_path / "file"), "--gpu", "h200"])
+    assert done.exit_code == 2
+    assert "Invalid value for '--out'" in done.output
+
+
 @pytest.mark.parametrize(
     ("name", "full"),
     [("H200", "NVIDIA H200"), ("nvidia gb300", "NVIDIA GB300"), ("a100", "NVIDIA A100-SXM4-80GB")],
