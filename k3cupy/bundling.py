@@ -218,12 +218,17 @@ def _write_wheel(folder: Path, name: str, summary: str, contents: dict[str, byte
     lines = [f"{path},{_record_of(data)},{len(data)}\n" for path, data in contents.items()]
     contents[f"{info}/RECORD"] = "".join([*lines, f"{info}/RECORD,,\n"]).encode()
     path = folder / f"{name}-{k3cupy.__version__}-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for member, data in contents.items():
-            entry = zipfile.ZipInfo(member)  # of 1980, always
-            entry.external_attr = 0o644 << 16
-            entry.compress_type = zipfile.ZIP_DEFLATED
-            archive.writestr(entry, data)
+    partial = path.with_suffix(".tmp")
+    try:
+        with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
+            for member, data in contents.items():
+                entry = zipfile.ZipInfo(member)  # of 1980, always
+                entry.external_attr = 0o644 << 16
+                entry.compress_type = zipfile.ZIP_DEFLATED
+                archive.writestr(entry, data)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
     return path
 
 

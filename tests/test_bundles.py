@@ -635,6 +635,23 @@ def test_a_wheel_is_what_its_record_says(quick: None, tmp_path: Path) -> None:
     assert lines[-1] == [record, "", ""]
 
 
+def test_an_interrupted_wheel_is_none(
+    quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one that was whole stays."""
+    whole = bundling.make_wheel([ONE], "tiny tp1", H200, tmp_path)
+    before = whole.read_bytes()
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(zipfile.ZipFile, "writestr", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        bundling.make_wheel([ONE, OWN], "tiny tp1", H200, tmp_path)
+    assert list(tmp_path.iterdir()) == [whole]
+    assert whole.read_bytes() == before
+
+
 def test_nothing_of_the_working_directory_is_used(
     folder: Path, gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
