@@ -141,8 +141,10 @@ def make(
         )
     toolchain.make_private(folder)
     binaries.trusted(folder)
-    before = set(folder.iterdir())
-    if before and folder / bundles.MANIFEST not in before:
+    manifest = folder / bundles.MANIFEST
+    before = set(folder.glob(f"{binaries.path_in(folder, '*').name}*"))
+    # Without a manifest they are of a run that was interrupted.
+    if not manifest.exists() and set(folder.iterdir()) - before:
         raise ValueError(f"out: expected an empty folder or a bundle, got {folder}, which is none")
     digests = {source: sources.load(source).digest for source in {i.source for i in instances}}
     names: dict[str, dict[str, str]] = {}
@@ -179,7 +181,7 @@ def make(
     )
     bundles.write_manifest(bundle, dict(sorted(names.items())))
     for path in before:
-        if path.suffix in (".cubin", ".tmp") and path.name not in names:
+        if path.name not in names:
             path.unlink(missing_ok=True)
     return bundle
 
@@ -216,12 +218,17 @@ def _write_wheel(folder: Path, name: str, summary: str, contents: dict[str, byte
     lines = [f"{path},{_record_of(data)},{len(data)}\n" for path, data in contents.items()]
     contents[f"{info}/RECORD"] = "".join([*lines, f"{info}/RECORD,,\n"]).encode()
     path = folder / f"{name}-{k3cupy.__version__}-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for member, data in contents.items():
-            entry = zipfile.ZipInfo(member)  # of 1980, always
-            entry.external_attr = 0o644 << 16
-            entry.compress_type = zipfile.ZIP_DEFLATED
-            archive.writestr(entry, data)
+    partial = path.with_suffix(".tmp")
+    try:
+        with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
+            for member, data in contents.items():
+                entry = zipfile.ZipInfo(member)  # of 1980, always
+                entry.external_attr = 0o644 << 16
+                entry.compress_type = zipfile.ZIP_DEFLATED
+                archive.writestr(entry, data)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
     return path
 
 

@@ -37,7 +37,7 @@ from k3cupy.runtime import (
     sources,
     toolchain,
 )
-from k3cupy.runtime.errors import ToolchainError
+from k3cupy.runtime.errors import MissingError, ToolchainError
 from k3cupy.runtime.instances import Instance
 
 ONE = UNTUNED.instance(Variant("bfloat16"))
@@ -223,6 +223,11 @@ def for_others_to_write(folder: Path) -> str:
     return "has mode 0777, so that others could put any code there: `chmod go-w` it"
 
 
+def a_manifest_for_others_to_write(folder: Path) -> str:
+    (folder / "manifest.json").chmod(0o666)
+    return "its manifest.json has mode 0666, so that others could put any code there"
+
+
 def of_somebody_else(folder: Path) -> str:
     if os.geteuid() != 0:
         pytest.skip("only root can give a folder away")
@@ -240,6 +245,7 @@ def of_somebody_else(folder: Path) -> str:
         a_pipe,
         not_there,
         for_others_to_write,
+        a_manifest_for_others_to_write,
         of_somebody_else,
     ],
 )
@@ -366,7 +372,7 @@ def test_a_miss_names_the_instance(
     if has_compiler:
         monkeypatch.setattr(toolchain, "nvrtc_version", lambda: (12, 9))
         monkeypatch.setattr(toolchain, "include_directory", lambda: "/headers")
-    with pytest.raises(ToolchainError) as error:
+    with pytest.raises(MissingError) as error:
         load(instance)
     arch = "sm_90a" if instance.own_arch else "sm_90"
     assert str(error.value) == (
@@ -493,6 +499,19 @@ def test_what_is_unknown_is_refused_with_what_there_is(
     assert not (tmp_path / "out").exists()
 
 
+def test_without_a_gpu_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is no folder is refused before anything is compiled, by the option's name."""
+    monkeypatch.setattr(devices, "count", refuse)
+    words = ["bundle", "--model", "kimi-k3", "--tp", "8", "--out"]
+    done = CliRunner().invoke(main, [*words, str(tmp_path / "out")])
+    assert done.exit_code == 1
+    assert "--gpu: expected the name of a GPU, as h200, for none is found here: " in done.output
+    (tmp_path / "file").touch()
+    done = CliRunner().invoke(main, [*words, str(tmp_path / "file"), "--gpu", "h200"])
+    assert done.exit_code == 2
+    assert "Invalid value for '--out'" in done.output
+
+
 @pytest.mark.parametrize(
     ("name", "full"),
     [("H200", "NVIDIA H200"), ("nvidia gb300", "NVIDIA GB300"), ("a100", "NVIDIA A100-SXM4-80GB")],
@@ -546,6 +565,33 @@ def test_a_failure_leaves_no_manifest(
     assert not list(tmp_path.rglob("manifest.json"))
 
 
+def test_what_was_interrupted_is_made_again(
+    quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the same command, and nothing is left of what was half made."""
+
+    def interrupt(source: str, name: str, arch: str) -> bytes:
+        if name == ABSENT.name_expression:
+            raise KeyboardInterrupt
+        return text_of(source, name, arch)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(offline, "binary_of", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            bundling.make([ONE, ABSENT], "tiny tp1", H200, tmp_path / "out", max_workers=1)
+    assert list((tmp_path / "out").glob("*.cubin"))
+    bundling.make([OWN], "tiny tp1", H200, tmp_path / "out")
+    assert len(list((tmp_path / "out").iterdir())) == 2
+
+
+def test_a_file_of_somebody_in_a_bundle_stays(folder: Path) -> None:
+    mine = [folder / name for name in ("mine.cubin", "notes.tmp")]
+    for path in mine:
+        path.touch()
+    bundling.make([OWN], "tiny tp1", H200, folder)
+    assert all(path.exists() for path in mine)
+
+
 # Wheels
 
 
@@ -587,6 +633,23 @@ def test_a_wheel_is_what_its_record_says(quick: None, tmp_path: Path) -> None:
         made = base64.urlsafe_b64encode(hashlib.sha256(files[name]).digest()).decode().rstrip("=")
         assert (digest, size) == (f"sha256={made}", str(len(files[name])))
     assert lines[-1] == [record, "", ""]
+
+
+def test_an_interrupted_wheel_is_none(
+    quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one that was whole stays."""
+    whole = bundling.make_wheel([ONE], "tiny tp1", H200, tmp_path)
+    before = whole.read_bytes()
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(zipfile.ZipFile, "writestr", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        bundling.make_wheel([ONE, OWN], "tiny tp1", H200, tmp_path)
+    assert list(tmp_path.iterdir()) == [whole]
+    assert whole.read_bytes() == before
 
 
 def test_nothing_of_the_working_directory_is_used(

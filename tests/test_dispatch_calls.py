@@ -28,6 +28,7 @@ from k3cupy.kernels import fused_a_gemm, skinny_gemm
 from k3cupy.ops import dispatch_report, linear
 from k3cupy.ops.warmup import wanted_of
 from k3cupy.runtime import devices, instances
+from k3cupy.runtime.errors import MissingError
 
 pytestmark = pytest.mark.usefixtures("fresh_counts")
 
@@ -425,6 +426,24 @@ def test_a_kernel_that_cannot_be_built_here_falls_back(
     with pytest.warns(UserWarning, match="cannot run: the CUDA headers"):
         assert k3cupy.try_low_latency_gemm(x, weight) is None
     assert only_row().choice.reason == "the CUDA headers were not found"
+
+
+def test_what_may_not_be_compiled_is_an_error_and_does_not_fall_back(
+    gpu: DispatchDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K3CUPY_NO_COMPILE promises that; once it is lifted the kernel runs."""
+
+    def missing(*_: Any) -> Any:
+        raise MissingError("K3CUPY_NO_COMPILE: expected a kernel to be ready, got none")
+
+    x, weight = inputs(4, N, K)
+    with monkeypatch.context() as patched:
+        patched.setattr(instances, "load", missing)
+        for call in (k3cupy.try_low_latency_gemm, k3cupy.low_latency_linear):
+            with pytest.raises(k3cupy.ToolchainError, match="K3CUPY_NO_COMPILE: expected a kernel"):
+                call(x, weight)
+    assert len(k3cupy.dispatch_report()) == 0
+    assert k3cupy.try_low_latency_gemm(x, weight) is not None
 
 
 # Counting

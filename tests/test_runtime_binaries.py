@@ -461,7 +461,7 @@ def test_a_folder_of_root_is_read(
     next_process: Callable[[Instance], int], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As an administrator fills it for all; only root can be told from others without root."""
-    assert binaries._problem(SimpleNamespace(st_uid=0, st_mode=0o40755)) == ""  # type: ignore[arg-type]
+    assert binaries.problem(SimpleNamespace(st_uid=0, st_mode=0o40755)) == ""  # type: ignore[arg-type]
     next_process(ONE)
     if os.geteuid() == 0:
         monkeypatch.setattr(os, "geteuid", lambda: 4242)

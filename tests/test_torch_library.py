@@ -289,6 +289,30 @@ def test_a_compiled_model_follows_enable_and_disable(blocks: tuple[Block, Block]
     assert sum(graphs.operators()) >= 2
 
 
+def test_compiled_code_follows_what_forbids_the_promise() -> None:
+    """An adapter or FSDP may come after the layer was compiled, and go again."""
+    layer = nn.Linear(K, N, bias=False, dtype=BF16).requires_grad_(False)
+    k3cupy.enable_low_latency_gemm(layer)
+    promised: list[bool] = []
+
+    def told(graph: torch.fx.GraphModule, _: Any) -> Any:
+        nodes = [n for n in graph.graph.nodes if "low_latency_linear" in str(n.target)]
+        promised.extend(node.args[3] for node in nodes)
+        return graph.forward
+
+    compiled, x = torch.compile(layer, fullgraph=True, backend=told), normal((3, K), 1)
+    compiled(x)
+    adapter = nn.Module()
+    adapter.base_layer = layer
+    compiled(x)
+    nn.Module().layer = layer  # gone again
+    compiled(x)
+    layer._is_fsdp_managed_module = layer._fsdp_use_orig_params = True
+    compiled(x)
+    assert promised[:2] == [True, False]
+    assert promised[2:] in ([False], [True, False])  # the first graph may serve the third call
+
+
 def test_a_module_may_be_enabled_behind_the_compiler(blocks: tuple[Block, Block]) -> None:
     compiled = torch.compile(blocks[1], fullgraph=True, backend="eager")
     report = k3cupy.enable_low_latency_gemm(compiled)

@@ -8,6 +8,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import helpers
@@ -314,6 +315,18 @@ def test_vmap_and_forward_mode_are_refused() -> None:
         assert name
 
 
+def test_the_linear_in_functional_gradients() -> None:
+    """The function has them; of an operator that is made in Python PyTorch has none."""
+    x, weight = normal((3, K), 1), normal((N, K), 2)
+
+    def gradient(run: Callable[..., Any]) -> Any:
+        return torch.func.grad(lambda rows: run(rows, weight).float().sum())(x)
+
+    same(gradient(k3cupy.low_latency_linear), gradient(F.linear), "the gradient")
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        gradient(OURS.low_latency_linear)
+
+
 def test_the_linear_under_vmap_is_a_loop() -> None:
     x, weight = normal((2, 3, K), 1), normal((N, K), 2)
     mapped = torch.func.vmap(lambda rows: OURS.low_latency_linear(rows, weight))(x)
@@ -573,6 +586,22 @@ def test_what_no_operator_carries_leaves_the_graph(named: dict[str, Any]) -> Non
     same(broken(x, weight), want, "the call")
 
 
+EXPLAINED = """
+import torch, k3cupy
+x, weight = torch.ones(3, 128).bfloat16(), torch.ones(64, 128).bfloat16()
+for explain in (
+    k3cupy.explain_low_latency_gemm, k3cupy.explain_fused_a_gemm, k3cupy.explain_skinny_gemm
+):
+    told = torch.compile(lambda x: (explain(x, weight), x + 1)[0], backend="eager")(x)
+    assert told == explain(x, weight)
+"""
+
+
+def test_what_would_run_is_told_outside_of_the_graph() -> None:
+    """Also in a program in which the compiler meets nothing else of ours before."""
+    helpers.run_program(EXPLAINED)
+
+
 def test_the_linear_leaves_the_graph_too() -> None:
     x, weight, *_ = product_arguments()
     run = lambda x, w: k3cupy.low_latency_linear(x, w, stream=0) + 1  # noqa: E731
@@ -751,6 +780,27 @@ def test_an_enabled_model_does_not_vanish_from_its_export(strict: bool, grad: bo
             torch.testing.assert_close(left.grad, right.grad, rtol=2**-5, atol=2)
 
 
+LOADED = """
+import torch
+import k3cupy.torch.operators
+
+x, weight = torch.ones(3, 128).bfloat16(), torch.ones(64, 128).bfloat16()
+program = torch.export.load("{path}").module()
+assert torch.equal(program(x, weight), torch.full((3, 64), 128.0).bfloat16())
+"""
+
+
+def test_what_was_saved_is_loaded_by_a_program_that_imports_the_operators(tmp_path: Path) -> None:
+    class Saved(nn.Module):
+        def forward(self, x: torch.Tensor, weight: torch.Tensor) -> Any:
+            return k3cupy.fused_a_gemm(x, weight)
+
+    x, weight, *_ = product_arguments(3)
+    path = tmp_path / "program.pt2"
+    torch.export.save(torch.export.export(Saved(), (x.contiguous(), weight)), path)
+    helpers.run_program(LOADED.format(path=path))
+
+
 def test_what_no_operator_carries_cannot_be_exported() -> None:
     x, weight, *_ = product_arguments()
     for run in (
@@ -818,14 +868,18 @@ def test_a_decode_step_by_inductor_on_a_gpu(mode: str) -> None:
 def test_products_in_a_cuda_graph_of_the_compiler(name: str) -> None:
     """All that are operators: of others Inductor makes what it likes."""
     product = PRODUCTS[name]
-    step = lambda x, w, r: product.run(x * 2, w, r, r + 1)  # noqa: E731
+
+    def step(x: Any, w: Any, r: Any) -> Any:
+        out = r + 1
+        return product.run(x * 2, w, r, out), out * 2
+
     compiled = torch.compile(step, fullgraph=True, mode="reduce-overhead")
     x, weight, residual, _ = product_arguments(device="cuda", dtype=product.dtype, n=256, k=1024)
     with torch.no_grad():
         for _ in range(4):
             torch.compiler.cudagraph_mark_step_begin()
-            got = compiled(x, weight, residual)
-            same(None if got is None else got.clone(), step(x, weight, residual), "the product")
+            got = [None if t is None else t.clone() for t in compiled(x, weight, residual)]
+            same(tuple(got), step(x, weight, residual), "the product")
 
 
 @pytest.mark.gpu
@@ -844,12 +898,13 @@ def test_exported_epilogues_on_a_gpu(name: str) -> None:
 @pytest.mark.gpu
 def test_an_operator_runs_on_the_stream_of_its_caller() -> None:
     x, weight, *_ = product_arguments(device="cuda", n=256, k=1024)
-    want = k3cupy.fused_a_gemm(x, weight)
+    want = k3cupy.fused_a_gemm(x.mul_(2), weight)
+    x.div_(2)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         torch.cuda._sleep(1_000_000)
-        x.mul_(1)
+        x.mul_(2)  # of which nothing is seen before on another stream
         got = OURS.fused_a_gemm(x, weight)
     torch.cuda.current_stream().wait_stream(side)
     same(got, want, "on a side stream")

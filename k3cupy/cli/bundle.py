@@ -19,7 +19,9 @@ from k3cupy.runtime.errors import CompileError, ToolchainError
     "--gpu",
     help=f"{', '.join(devices.NAMED)}, or the full name of one; by default that of this machine.",
 )
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="The folder.")
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="The folder."
+)
 @click.option("--wheel", is_flag=True, help="Write a wheel there, which pip installs.")
 @click.option("--batch-invariant", is_flag=True, help="Also for that mode of linear layers.")
 @click.option("--kv-inputs-ready", is_flag=True, help="Also for decode calls with that promise.")
@@ -41,7 +43,7 @@ def bundle(
     from k3cupy import bundling
 
     try:
-        here = devices.info(devices.ordinal_of(None)) if gpu is None else devices.named(gpu)
+        here = _of_this_machine() if gpu is None else devices.named(gpu)
         of_calls = bundling.instances_of(
             model, tp, here, batch_invariant=batch_invariant, kv_inputs_ready=kv_inputs_ready
         )
@@ -63,3 +65,11 @@ def bundle(
         click.echo(f"wrote {made}; pip install it where k3cupy is")
     else:
         click.echo(f"wrote {out}; set K3CUPY_BUNDLE={out.absolute()}")
+
+
+def _of_this_machine() -> devices.DeviceInfo:
+    try:
+        return devices.info(devices.ordinal_of(None))
+    except ToolchainError as error:
+        told = f"--gpu: expected the name of a GPU, as h200, for none is found here: {error}"
+        raise ToolchainError(told) from error

@@ -19,7 +19,7 @@ from k3cupy.ops import batch_invariance, framework_linear, fused_a_gemm, skinny_
 from k3cupy.ops.dispatch_report import Counter, counter_of, counters
 from k3cupy.runtime import devices, producers, sources, tracing
 from k3cupy.runtime.devices import DeviceInfo
-from k3cupy.runtime.errors import CaptureError, ToolchainError, reject, shown
+from k3cupy.runtime.errors import CaptureError, MissingError, ToolchainError, reject, shown
 from k3cupy.runtime.tensors import ALIGNMENT, is_integer, is_traced, pytorch, span
 from k3cupy.runtime.warn import warn_user
 
@@ -65,7 +65,7 @@ def try_low_latency_gemm(
         ValueError: the storage of a tensor was freed, or ends before the tensor does.
         CaptureError: the kernel is not loaded and the stream is capturing a graph.
         CompileError: the compiler refused the kernel; the text says why.
-        ToolchainError: an edited copy of the sources was named, and is not there.
+        ToolchainError: the edited sources are not there, or K3CUPY_NO_COMPILE forbids to compile.
 
     Example:
         >>> import torch, k3cupy
@@ -136,8 +136,7 @@ def explain_low_latency_gemm(
     Takes the tensors, the mode and the type of that function.
 
     Returns:
-        Kernel, configuration, and the reason in words: of a fall-back exactly what keeps the call
-        from our kernels.
+        Kernel, configuration, and the reason: of a fall-back what keeps the call from our kernels.
 
     Raises:
         TypeError: an argument is no tensor.
@@ -148,6 +147,7 @@ def explain_low_latency_gemm(
         >>> print(k3cupy.explain_low_latency_gemm(x, weight))
         linear on the CPU: x: expected a CUDA tensor, got one on the cpu
     """
+    stamp(SOURCES)  # a compiler that meets this first is told here where not to look
     values = (x, weight, residual, None)
     invariant = batch_invariance.resolved(batch_invariant)
     if out_dtype is not None:
@@ -164,8 +164,7 @@ def select_backend(
         num_tokens: rows of x.
         n: rows of the weight.
         k: its columns.
-        device: GPU ordinal, ``"cuda:1"``, a ``torch.device`` or a ``DeviceInfo``; None: the current
-            GPU.
+        device: ordinal, ``"cuda:1"``, ``torch.device`` or ``DeviceInfo``; None: the current GPU.
         has_residual: a residual is added.
 
     Returns:
@@ -381,6 +380,8 @@ def _make_route(
             f"residual={problem.residual is not None}, batch_invariant={batch_invariant}, "
             f"weight_is_static={weight_is_static}{kind})"
         ) from error
+    except MissingError:
+        raise
     except ToolchainError as error:
         if sources.overridden() is not None:  # an edited copy that is not there is raised
             sources.load(_OPERATIONS[choice.kernel].kernel.SOURCE)

@@ -189,13 +189,12 @@ def trusted(folder: Path) -> Path:
     status = folder.stat()
     if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(f"{folder} is no folder")
-    problem = _problem(status)
-    if problem:
-        raise PermissionError(f"{folder} {problem}")
+    if why := problem(status):
+        raise PermissionError(f"{folder} {why}")
     return folder
 
 
-def _problem(status: os.stat_result) -> str:
+def problem(status: os.stat_result) -> str:
     """Return why somebody else could have written it, or nothing."""
     if status.st_uid not in (0, os.geteuid()):
         return f"belongs to another user, {status.st_uid}, who could put any code there"
@@ -211,7 +210,7 @@ def _read(path: Path) -> bytes | None:
         # What stands there may be anything: opening a named pipe would wait for a writer.
         with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode) or _problem(status):
+            if not stat.S_ISREG(status.st_mode) or problem(status):
                 return None
             if status.st_size > _MOST_BYTES:
                 return None

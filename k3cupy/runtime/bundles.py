@@ -144,6 +144,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = binaries.trusted(folder) / MANIFEST
     status = path.stat()
+    if problem := binaries.problem(status):
+        raise PermissionError(f"its {MANIFEST} {problem}")
     if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
         raise ValueError(f"its {MANIFEST} is no manifest")
     try:

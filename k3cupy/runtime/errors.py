@@ -25,7 +25,7 @@ class BusyError(Exception):
     """Another process compiles the instance: who warms up does another one first."""
 
 
-class MissingError(Exception):
+class MissingError(ToolchainError):
     """A binary is not kept here, and K3CUPY_NO_COMPILE forbids to make it."""
 
 

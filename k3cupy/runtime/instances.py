@@ -267,12 +267,12 @@ def _kept_or_compiled(
     try:
         toolchain.nvrtc_version()
         return build(cupy, instance, source, arch)
-    except (MissingError, ToolchainError) as error:  # without NVRTC nobody can ask the disk cache
+    except ToolchainError as error:  # without NVRTC nobody can ask the disk cache
         if not env.no_compile():
             raise
         from k3cupy.runtime import bundles
 
-        raise ToolchainError(
+        raise MissingError(
             f"K3CUPY_NO_COMPILE: expected {instance.name_expression} of {instance.source} for "
             f"{instance.arch_on(arch)} to be ready, got none: it is not loaded, "
             f"{bundles.known().described()}, and not in the disk cache. Make a bundle that has it "

@@ -77,6 +77,10 @@ class LowLatencyLinear(Linear):  # type: ignore[misc]
                 and type(weight) is not Tensor
             )
             if is_compiling():
+                # The compiler guards what it asks in this way, not what it looks up in `own`.
+                static = static and not (
+                    hasattr(self, "_is_fsdp_managed_module") or hasattr(self, ADAPTED)
+                )
                 if may_be_operator(input, weight):
                     return torch.ops.k3cupy.low_latency_linear(
                         input, weight, None, static, self.batch_invariant
