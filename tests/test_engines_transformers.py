@@ -520,6 +520,25 @@ def test_adapters_are_called(name: str) -> None:
     assert torch.equal(found, decode(model, static_cache(model), 4)[0])
 
 
+@pytest.mark.parametrize("name", ["q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj"])
+@pytest.mark.parametrize("hooked", [False, True])
+def test_compiled_code_calls_what_was_put_into_a_layer(name: str, hooked: bool) -> None:
+    model = model_of(num_hidden_layers=1)
+    engine.install(model)
+    linear = getattr(attention(model, 0), name)
+    if hooked:
+        linear.register_forward_hook(lambda _module, _inputs, out: out + 1)
+    else:
+        adapter = Adapter(linear)
+        adapter.weight = linear.weight  # as adapters of others have it: that of the layer below
+        setattr(attention(model, 0), name, adapter)
+    _, expected = decode(model, latent_cache(model), 1, steps=4)
+    torch._dynamo.reset()
+    compiled = torch.compile(model.forward, backend="eager", dynamic=False)
+    _, found = decode(model, latent_cache(model), 1, steps=4, forward=compiled)
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
 def test_one_layer_that_does_not_fit_has_a_row_of_its_own() -> None:
     model = model_of()
     attention(model, 1).kv_b_proj = Adapter(attention(model, 1).kv_b_proj)
