@@ -255,6 +255,8 @@ def test_a_cache_is_used_again_in_place() -> None:
     assert int(cache.get_seq_length()) == 15
     cache.crop(-3)
     assert int(cache.get_seq_length()) == 12
+    cache.crop(-99)
+    assert cache.layers[0].slots.tolist() == [0, ROOM, 2 * ROOM, 3 * ROOM], "each in its own blocks"
     cache.reset()
     assert int(cache.get_seq_length()) == 0
     assert torch.equal(decode(model, cache, 4)[0], expected)
@@ -309,6 +311,21 @@ def test_the_same_tensors_written_again_are_a_new_step() -> None:
                 h = layer.self_attn(h, rotation, mask, cache)[0]
             assert relative_error(h.float(), expected[step].float()) < 0.03
     assert engine.report()[ROW].served == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sequence_of_padding_alone_is_not_nan(dtype: torch.dtype) -> None:
+    """A free place of a batch, whose logits a sampler still looks at."""
+    model = model_of(dtype)
+    engine.install(model)
+    cache, mask = latent_cache(model), torch.tensor([[1, 1, 1], [0, 0, 0]])
+    for tokens in (3, 1):
+        ids = torch.ones(2, tokens, dtype=torch.int64)
+        with torch.no_grad():
+            out = model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+        assert torch.isfinite(out.logits).all()
+        mask = torch.cat((mask, mask[:, :1]), dim=-1)
+    assert engine.report()[ROW].served == 2
 
 
 def test_layers_share_what_is_the_same_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 
 from k3cupy.constants import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from k3cupy.engines.report import Target
-from k3cupy.engines.transformers_cache import LatentCache, LatentLayer
+from k3cupy.engines.transformers_cache import LatentCache, LatentLayer, bias_of
 from k3cupy.ops.mla_decode import fused_mla_decode_q_concat_kv_cache_insert
 from k3cupy.torch.modules import enable_low_latency_gemm
 from k3cupy.torch.torch_linear import LowLatencyLinear
@@ -226,7 +226,7 @@ class AbsorbedAttention(DeepseekV3Attention):  # type: ignore[misc]
         query = self._query_and_insert(ql_nope, q_pe, row, k_pe, layer, rotation, table)
         if bias is None:
             seen = torch.arange(layer.shape.tokens, device=hidden.device) <= layer.slots[0]
-            bias = torch.zeros_like(seen, dtype=of_scores).masked_fill_(~seen, -torch.inf)
+            bias = bias_of(seen, of_scores)
         layer.advance(1)
         out = _attend(query, layer.by_sequence(), bias, self.scaling, self.kv_lora_rank)
         projected: Tensor = self.o_proj(_values(out, w_uv))
