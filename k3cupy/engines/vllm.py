@@ -223,8 +223,7 @@ def _replace(dotted: str, module: ModuleType, make: Callable[[Any], Any]) -> Non
         owner = getattr(owner, part, None)
     if owner is None:
         raise NotOverridableError(f"{module.__name__} has no {'.'.join(owners)}")
-    by_value = [sys.modules.get(importer) for importer in facts.IMPORTERS.get(dotted, ())]
-    importers = [importer for importer in by_value if importer is not None]
+    importers = facts.IMPORTERS.get(dotted, ())
     _installed[dotted] = Replacement(owner, name, facts.FUNCTIONS[dotted], make, importers)
 
 
