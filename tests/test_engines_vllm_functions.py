@@ -454,9 +454,22 @@ def test_the_warm_up_of_a_process_that_joins_later(vllm: Any, model: Any) -> Non
     assert [local for _, local in home.SEEN] == [True]
 
 
-def test_the_workers_name_is_given_back(vllm: Any) -> None:
-    worker, home = imported("vllm.v1.worker.gpu_worker"), imported(facts.KERNEL_WARMUP)
+def test_a_worker_that_we_do_not_know_starts(vllm: Any, caplog: pytest.LogCaptureFixture) -> None:
+    vllm.install()
+    imported("vllm.v1.worker.gpu_worker").start(object())
+    assert len(imported(facts.KERNEL_WARMUP).SEEN) == 1
+    (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert "not all kernels are ready" in record.getMessage()
+    assert record.exc_info
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_workers_name_is_given_back(late: bool, vllm: Any) -> None:
+    home = imported(facts.KERNEL_WARMUP)
     own = home.kernel_warmup
+    if late:  # it imports what stands there, which is ours
+        vllm.install()
+    worker = imported("vllm.v1.worker.gpu_worker")
     vllm.install()
     assert worker.kernel_warmup is home.kernel_warmup is not own
     vllm.uninstall()

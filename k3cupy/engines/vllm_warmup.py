@@ -32,7 +32,8 @@ def kernel_warmup(
         own: vLLM's own.
         installed: gives the names of the targets that are ours by then.
         modes: those of the process.
-        log: gets a line; that a kernel cannot be built here is a warning: vLLM's own run then.
+        log: gets a line; that something keeps kernels from being ready is a warning: a graph that
+            is captured then has vLLM's own.
     """
 
     def ours(worker: Any, *, process_local_only: bool = False) -> None:
@@ -43,6 +44,8 @@ def kernel_warmup(
                 count += warmup(op, progress=False, **options)
         except (CompileError, ToolchainError) as error:
             log.warning("k3cupy: kernels cannot be built here, vLLM's own run: %s", error)
+        except Exception:  # a model or a worker that we do not know is no reason not to start
+            log.warning("k3cupy: not all kernels are ready, vLLM's own run instead", exc_info=True)
         else:
             log.info("k3cupy: %d kernels are ready, in %.1f s", count, time.perf_counter() - start)
 
