@@ -419,6 +419,15 @@ def test_what_is_warmed_up(vllm: Any, model: Any, caplog: pytest.LogCaptureFixtu
     assert "8 kernels are ready" in caplog.text
 
 
+def test_a_head_that_is_the_embedding(vllm: Any, model: Any) -> None:
+    """As in Gemma 2, whose logits are computed with the embedding itself."""
+    vllm.install(LM_HEAD)
+    heads = imported(facts.LM_HEAD)
+    tied = torch.nn.ModuleList([heads.VocabParallelEmbedding(rand(20480, 512))])
+    ((_, options),) = warmed(vllm, tied, [1])
+    assert options["shapes"] == [(20480, 512)]
+
+
 def test_without_graphs_every_number_of_tokens_is(vllm: Any, model: Any) -> None:
     vllm.install(LINEAR)
     ((_, options),) = warmed(vllm, model, None)

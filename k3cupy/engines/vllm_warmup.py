@@ -63,7 +63,8 @@ def needs(worker: Any, installed: Collection[str], modes: Modes) -> Iterator[Nee
     modules = list(worker.get_model().modules())
     linears = _with_method(modules, facts.LINEAR)
     plans = [module for module in linears if hasattr(module.quant_method, "_plan")]
-    heads = [m for m in _with_method(modules, facts.LM_HEAD) if _is_head(m)]
+    embeddings = _with_method(modules, facts.LM_HEAD)
+    heads = [m for m in embeddings if _is_head(m)] or embeddings
     attentions = [
         module for module in modules if isinstance(module, _class_of(facts.DECODE_CONCAT))
     ]
@@ -98,7 +99,10 @@ def _with_method(modules: Iterable[Any], dotted: str) -> list[Any]:
 
 
 def _is_head(module: Any) -> bool:
-    """Return whether a vocabulary's module computes logits: an embedding computes no product."""
+    """Return whether a vocabulary's module computes logits alone.
+
+    An embedding computes no product, unless it is the head too: then there is no other.
+    """
     home = sys.modules[facts.LM_HEAD.partition(":")[0]]
     return isinstance(module, home.ParallelLMHead)
 
