@@ -238,6 +238,34 @@ def test_code_that_is_compiled_holds_the_operator(
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("what", ["a bias", "another backend", "another type"])
+def test_compiled_code_leaves_to_vllm(
+    what: str, vllm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_targets, "planned", lambda *_: True)
+    vllm.install(LINEAR)
+    layer, x = layers().LinearBase(rand(64, 128)), rand(4, 128)
+    if what == "a bias":
+        layer = layers().LinearBase(rand(64, 128), bias=rand(64))
+    elif what == "another backend":
+        layer.quant_method._gemm_impl = imported("vllm.model_executor.layers.utils").other_gemm
+    else:
+        layer, x = layers().LinearBase(torch.randn(64, 128)), x.float()
+    graphs: list[str] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph.code)
+        return graph
+
+    torch._dynamo.reset()
+    with torch.inference_mode():
+        out = torch.compile(layer, backend=backend, fullgraph=True)(x)
+    torch._dynamo.reset()
+    assert torch.equal(out, torch.nn.functional.linear(x, layer.weight, layer.bias))
+    assert len(graphs) == 1
+    assert "k3cupy" not in graphs[0]
+
+
 def test_which_weights_have_plans(gpu: DispatchDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_targets.devices, "ordinal_of", lambda _: 0)
     assert vllm_targets.planned(N, K, False)
