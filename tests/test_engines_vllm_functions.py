@@ -462,6 +462,14 @@ def test_without_graphs_every_number_of_tokens_is(vllm: Any, model: Any) -> None
     assert options["tokens"] == list(range(1, 65))
 
 
+def test_a_promise_that_comes_with_a_later_target(vllm: Any, model: Any) -> None:
+    """What the epilogue is called with is what is compiled."""
+    vllm.install(LM_HEAD)
+    vllm.install("*_decode_*", kv_inputs_ready=True)
+    *_, (op, options) = warmed(vllm, model, [1])
+    assert (op, options["kv_inputs_ready"]) == ("mla_decode", True)
+
+
 def test_a_query_of_fp8_for_the_operators(vllm: Any, model: Any) -> None:
     """Without our decode vLLM casts the query whatever its backend takes."""
     vllm.install("*_decode_q_*")

@@ -24,14 +24,14 @@ _CACHES |= {"fp8_ds_mla": "fp8_ds_mla"}
 
 
 def kernel_warmup(
-    own: Call, installed: Callable[[], Collection[str]], modes: Modes, log: Logger
+    own: Call, installed: Callable[[], Collection[str]], modes: Callable[[], Modes], log: Logger
 ) -> Call:
     """Return vLLM's warm-up with ours behind it.
 
     Args:
         own: vLLM's own.
         installed: gives the names of the targets that are ours by then.
-        modes: those of the process.
+        modes: gives those of the process by then.
         log: gets a line; that something keeps kernels from being ready is a warning: a graph that
             is captured then has vLLM's own.
     """
@@ -40,7 +40,7 @@ def kernel_warmup(
         own(worker, process_local_only=process_local_only)
         start, count = time.perf_counter(), 0
         try:
-            for op, options in needs(worker, installed(), modes):
+            for op, options in needs(worker, installed(), modes()):
                 count += warmup(op, progress=False, **options)
         except (CompileError, ToolchainError) as error:
             log.warning("k3cupy: kernels cannot be built here, vLLM's own run: %s", error)
