@@ -101,18 +101,23 @@ def twice(value: int, *, by: int = 2) -> int:
     return value * by
 
 
-def test_a_function_is_replaced_and_given_back() -> None:
+def test_a_function_is_replaced_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     home, user = module_of("home", twice=twice), module_of("user", twice=twice)
     other = module_of("other", twice=len)
     make = lambda own: lambda value, *, by=2: own(value, by=by) + 1  # noqa: E731
-    replaced = Replacement(home, "twice", "(value, *, by=2)", make, [user, other])
+    for module in (user, other):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    names = ["user", "other", "later", "never"]
+    replaced = Replacement(home, "twice", "(value, *, by=2)", make, names)
     assert (home.twice(3), user.twice(3, by=3)) == (7, 10)
     assert home.twice.__doc__ == "Multiply."
     assert other.twice is len
-    home.twice = later = lambda value: value
+    behind = module_of("later", twice=home.twice)
+    monkeypatch.setitem(sys.modules, "later", behind)
+    home.twice = other_one = lambda value: value
     replaced.undo()
-    assert user.twice is twice
-    assert home.twice is later, "who came after us stays"
+    assert user.twice is behind.twice is twice
+    assert home.twice is other_one, "who came after us stays"
 
 
 def test_what_differs_is_not_replaced() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib
@@ -255,6 +256,8 @@ def test_a_cache_is_used_again_in_place() -> None:
     assert int(cache.get_seq_length()) == 15
     cache.crop(-3)
     assert int(cache.get_seq_length()) == 12
+    cache.crop(-99)
+    assert cache.layers[0].slots.tolist() == [0, ROOM, 2 * ROOM, 3 * ROOM], "each in its own blocks"
     cache.reset()
     assert int(cache.get_seq_length()) == 0
     assert torch.equal(decode(model, cache, 4)[0], expected)
@@ -311,6 +314,21 @@ def test_the_same_tensors_written_again_are_a_new_step() -> None:
     assert engine.report()[ROW].served == 6
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sequence_of_padding_alone_is_not_nan(dtype: torch.dtype) -> None:
+    """A free place of a batch, whose logits a sampler still looks at."""
+    model = model_of(dtype)
+    engine.install(model)
+    cache, mask = latent_cache(model), torch.tensor([[1, 1, 1], [0, 0, 0]])
+    for tokens in (3, 1):
+        ids = torch.ones(2, tokens, dtype=torch.int64)
+        with torch.no_grad():
+            out = model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+        assert torch.isfinite(out.logits).all()
+        mask = torch.cat((mask, mask[:, :1]), dim=-1)
+    assert engine.report()[ROW].served == 2
+
+
 def test_layers_share_what_is_the_same_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     table_of = transformers_cache._table_of
@@ -321,6 +339,33 @@ def test_layers_share_what_is_the_same_for_a_step(monkeypatch: pytest.MonkeyPatc
     engine.install(model)
     decode(model, latent_cache(model), 4, steps=5)
     assert len(made) == 5
+
+
+def test_sequences_go_on_from_others() -> None:
+    """As beams do, in place and in every layer."""
+    model = model_of()
+    engine.install(model)
+    cache = latent_cache(model)
+    decode(model, cache, 4, steps=1)
+    before = [layer.by_sequence().clone() for layer in cache.layers]
+    addresses = [layer.latent.data_ptr() for layer in cache.layers]
+    order = torch.tensor([2, 2, 0, 3])
+    cache.reorder_cache(order)
+    for layer, rows, address in zip(cache.layers, before, addresses, strict=True):
+        assert torch.equal(layer.by_sequence(), rows[order])
+        assert not torch.equal(rows[0], rows[2])
+        assert layer.latent.data_ptr() == address
+
+
+def test_a_mask_that_is_written_within_a_step_is_made_anew() -> None:
+    cache, rotation = LatentCache(config_of(), ROOM), (torch.ones(1, 1, 64), torch.ones(1, 1, 64))
+    mask = torch.ones(1, 1, 1, ROOM, dtype=torch.bool)
+    _, seen = cache.step(0, rotation, mask, torch.float32)
+    mask[..., 1:] = False
+    _, now = cache.step(1, rotation, mask, torch.float32)
+    assert seen is not None
+    assert now is not None
+    assert (int((seen == 0).sum()), int((now == 0).sum())) == (ROOM, 1)
 
 
 def test_layers_by_hand_may_leave_the_mask_away() -> None:
@@ -520,6 +565,25 @@ def test_adapters_are_called(name: str) -> None:
     assert torch.equal(found, decode(model, static_cache(model), 4)[0])
 
 
+@pytest.mark.parametrize("name", ["q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj"])
+@pytest.mark.parametrize("hooked", [False, True])
+def test_compiled_code_calls_what_was_put_into_a_layer(name: str, hooked: bool) -> None:
+    model = model_of(num_hidden_layers=1)
+    engine.install(model)
+    linear = getattr(attention(model, 0), name)
+    if hooked:
+        linear.register_forward_hook(lambda _module, _inputs, out: out + 1)
+    else:
+        adapter = Adapter(linear)
+        adapter.weight = linear.weight  # as adapters of others have it: that of the layer below
+        setattr(attention(model, 0), name, adapter)
+    _, expected = decode(model, latent_cache(model), 1, steps=4)
+    torch._dynamo.reset()
+    compiled = torch.compile(model.forward, backend="eager", dynamic=False)
+    _, found = decode(model, latent_cache(model), 1, steps=4, forward=compiled)
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
 def test_one_layer_that_does_not_fit_has_a_row_of_its_own() -> None:
     model = model_of()
     attention(model, 1).kv_b_proj = Adapter(attention(model, 1).kv_b_proj)
@@ -560,6 +624,35 @@ def test_calls_that_are_handed_back_and_why() -> None:
         2,
     )
     assert engine.report()[ROW].served == 0
+
+
+def test_a_mask_of_another_shape_is_handed_back() -> None:
+    """As flash attention has it, by tokens, or of fewer tokens than the cache has room for."""
+    model = model_of(num_hidden_layers=1, attn_implementation="eager")
+    engine.install(model)
+    hidden = torch.randn(2, 1, 64)
+    rotation = model.model.rotary_emb(hidden, torch.zeros(1, 1, dtype=torch.int64))
+    for shape in ((2, ROOM), (2, 1, 1, 8), (2, 1, 1, 1)):
+        with torch.no_grad(), contextlib.suppress(RuntimeError):  # transformers' own
+            attention(model)(hidden, rotation, torch.zeros(shape), latent_cache(model))
+    assert handed_back() == {
+        f"attention_mask: expected None or one of [batch, 1, 1, {ROOM}]": 3,
+    }
+
+
+@pytest.mark.parametrize("name", ["q_a_layernorm", "kv_a_layernorm"])
+def test_hooks_of_norms_are_called(name: str) -> None:
+    model = model_of()
+    for layer in model.model.layers:
+        norm = getattr(layer.self_attn, name)
+        norm.register_forward_hook(lambda _module, _inputs, out: out * 3)
+    expected = decode(model, static_cache(model), 4)[0]
+    engine.install(model)
+    _, logits = decode(model, latent_cache(model), 4, given=expected)
+    assert engine.report()[ROW].served
+    engine.uninstall(model)
+    _, theirs_logits = decode(model, static_cache(model), 4, given=expected)
+    assert torch.allclose(logits, theirs_logits, atol=1e-4)
 
 
 def test_training_with_dropout_is_transformers_own() -> None:

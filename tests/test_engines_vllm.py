@@ -209,6 +209,21 @@ def test_an_error_of_vllms_own_is_raised(vllm: Any) -> None:
         torch.ops._C.dsv3_fused_a_gemm(torch.zeros(2, 8), torch.ones(2, 3), torch.ones(4, 8))
 
 
+def test_an_error_of_vllms_own_is_told_without_our_reason() -> None:
+    """A traceback that began with a reason of ours would send its reader to us."""
+
+    def refuse(_: Any) -> None:
+        raise vllm_targets.NotTakenError("not for us")
+
+    def fail(_: Any) -> None:
+        raise RuntimeError("vLLM's own error")
+
+    call = vllm_targets.serving(Target("x"), refuse, fail)
+    with pytest.raises(RuntimeError, match="vLLM's own error") as raised:
+        call(torch.empty(1))
+    assert raised.value.__context__ is None
+
+
 # --- Installing ----------------------------------------------------------------------------------
 
 

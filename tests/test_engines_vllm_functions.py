@@ -238,6 +238,34 @@ def test_code_that_is_compiled_holds_the_operator(
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("what", ["a bias", "another backend", "another type"])
+def test_compiled_code_leaves_to_vllm(
+    what: str, vllm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_targets, "planned", lambda *_: True)
+    vllm.install(LINEAR)
+    layer, x = layers().LinearBase(rand(64, 128)), rand(4, 128)
+    if what == "a bias":
+        layer = layers().LinearBase(rand(64, 128), bias=rand(64))
+    elif what == "another backend":
+        layer.quant_method._gemm_impl = imported("vllm.model_executor.layers.utils").other_gemm
+    else:
+        layer, x = layers().LinearBase(torch.randn(64, 128)), x.float()
+    graphs: list[str] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph.code)
+        return graph
+
+    torch._dynamo.reset()
+    with torch.inference_mode():
+        out = torch.compile(layer, backend=backend, fullgraph=True)(x)
+    torch._dynamo.reset()
+    assert torch.equal(out, torch.nn.functional.linear(x, layer.weight, layer.bias))
+    assert len(graphs) == 1
+    assert "k3cupy" not in graphs[0]
+
+
 def test_which_weights_have_plans(gpu: DispatchDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_targets.devices, "ordinal_of", lambda _: 0)
     assert vllm_targets.planned(N, K, False)
@@ -419,10 +447,27 @@ def test_what_is_warmed_up(vllm: Any, model: Any, caplog: pytest.LogCaptureFixtu
     assert "8 kernels are ready" in caplog.text
 
 
+def test_a_head_that_is_the_embedding(vllm: Any, model: Any) -> None:
+    """As in Gemma 2, whose logits are computed with the embedding itself."""
+    vllm.install(LM_HEAD)
+    heads = imported(facts.LM_HEAD)
+    tied = torch.nn.ModuleList([heads.VocabParallelEmbedding(rand(20480, 512))])
+    ((_, options),) = warmed(vllm, tied, [1])
+    assert options["shapes"] == [(20480, 512)]
+
+
 def test_without_graphs_every_number_of_tokens_is(vllm: Any, model: Any) -> None:
     vllm.install(LINEAR)
     ((_, options),) = warmed(vllm, model, None)
     assert options["tokens"] == list(range(1, 65))
+
+
+def test_a_promise_that_comes_with_a_later_target(vllm: Any, model: Any) -> None:
+    """What the epilogue is called with is what is compiled."""
+    vllm.install(LM_HEAD)
+    vllm.install("*_decode_*", kv_inputs_ready=True)
+    *_, (op, options) = warmed(vllm, model, [1])
+    assert (op, options["kv_inputs_ready"]) == ("mla_decode", True)
 
 
 def test_a_query_of_fp8_for_the_operators(vllm: Any, model: Any) -> None:
@@ -454,9 +499,22 @@ def test_the_warm_up_of_a_process_that_joins_later(vllm: Any, model: Any) -> Non
     assert [local for _, local in home.SEEN] == [True]
 
 
-def test_the_workers_name_is_given_back(vllm: Any) -> None:
-    worker, home = imported("vllm.v1.worker.gpu_worker"), imported(facts.KERNEL_WARMUP)
+def test_a_worker_that_we_do_not_know_starts(vllm: Any, caplog: pytest.LogCaptureFixture) -> None:
+    vllm.install()
+    imported("vllm.v1.worker.gpu_worker").start(object())
+    assert len(imported(facts.KERNEL_WARMUP).SEEN) == 1
+    (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert "not all kernels are ready" in record.getMessage()
+    assert record.exc_info
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_workers_name_is_given_back(late: bool, vllm: Any) -> None:
+    home = imported(facts.KERNEL_WARMUP)
     own = home.kernel_warmup
+    if late:  # it imports what stands there, which is ours
+        vllm.install()
+    worker = imported("vllm.v1.worker.gpu_worker")
     vllm.install()
     assert worker.kernel_warmup is home.kernel_warmup is not own
     vllm.uninstall()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any
 
 Call = Callable[..., Any]
@@ -84,7 +84,7 @@ class Replacement:
         parameters: its parameters without their types, ``"(self, layer, x, bias=None)"``: a
             function with other ones is left alone.
         make: (the engine's own function) -> ours.
-        importers: modules that have imported the function by value.
+        importers: names of modules that import the function by value, before or after.
 
     Raises:
         NotOverridableError: see there. Nothing was changed.
@@ -96,7 +96,7 @@ class Replacement:
         name: str,
         parameters: str,
         make: Callable[[Call], Call],
-        importers: Sequence[ModuleType] = (),
+        importers: Sequence[str] = (),
     ) -> None:
         self._name, self._own = name, vars(owner).get(name)
         if not callable(self._own):
@@ -105,16 +105,18 @@ class Replacement:
         if found != parameters:
             raise NotOverridableError(f"its parameters are not those that we know: {found}")
         self._ours = functools.wraps(self._own)(make(self._own))
-        with_it = [module for module in importers if vars(module).get(name) is self._own]
-        self._owners = (owner, *with_it)
-        for each in self._owners:
-            setattr(each, name, self._ours)
+        self._owner, self._importers = owner, importers
+        self._exchange(self._own, self._ours)
 
     def undo(self) -> None:
         """Put the engine's own function back wherever ours still stands."""
-        for owner in self._owners:
-            if vars(owner).get(self._name) is self._ours:
-                setattr(owner, self._name, self._own)
+        self._exchange(self._ours, self._own)
+
+    def _exchange(self, now: Call, then: Call) -> None:
+        modules = [sys.modules.get(name) for name in self._importers]
+        for owner in (self._owner, *modules):
+            if owner is not None and vars(owner).get(self._name) is now:
+                setattr(owner, self._name, then)
 
 
 def parameters_of(function: Callable[..., Any]) -> str:

@@ -25,7 +25,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 
 from k3cupy.constants import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from k3cupy.engines.report import Target
-from k3cupy.engines.transformers_cache import LatentCache, LatentLayer
+from k3cupy.engines.transformers_cache import LatentCache, LatentLayer, bias_of
 from k3cupy.ops.mla_decode import fused_mla_decode_q_concat_kv_cache_insert
 from k3cupy.torch.modules import enable_low_latency_gemm
 from k3cupy.torch.torch_linear import LowLatencyLinear
@@ -181,7 +181,8 @@ class AbsorbedAttention(DeepseekV3Attention):  # type: ignore[misc]
             return "autocast is on"
         if self.training and self.attention_dropout:
             return "the model is in training mode, and attention has dropout"
-        if not is_compiling() and (reason := why_not(self)):
+        reason = _why_not_read(self.kv_b_proj, "kv_b_proj") if is_compiling() else why_not(self)
+        if reason:
             return reason
         layer = cache.layers[self.layer_idx]
         if mask is not None:
@@ -225,7 +226,7 @@ class AbsorbedAttention(DeepseekV3Attention):  # type: ignore[misc]
         query = self._query_and_insert(ql_nope, q_pe, row, k_pe, layer, rotation, table)
         if bias is None:
             seen = torch.arange(layer.shape.tokens, device=hidden.device) <= layer.slots[0]
-            bias = torch.zeros_like(seen, dtype=of_scores).masked_fill_(~seen, -torch.inf)
+            bias = bias_of(seen, of_scores)
         layer.advance(1)
         out = _attend(query, layer.by_sequence(), bias, self.scaling, self.kv_lora_rank)
         projected: Tensor = self.o_proj(_values(out, w_uv))
@@ -363,15 +364,15 @@ class AbsorbedAttention(DeepseekV3Attention):  # type: ignore[misc]
 
     def _joined_now(self) -> nn.Linear | None:
         """Return the layer of both products, or None where each is to run by itself."""
-        joined = self._joined
-        if is_compiling():  # the compiler then watches that they stay the same
-            return joined if self._has_parts() else None
-        target, reason = target_of(JOINED), self._apart
+        joined, reason = self._joined, self._apart
         if joined is not None:
             reason = _why_not_read(self.q_a_proj, "q_a_proj")
             reason = reason or _why_not_read(self.kv_a_proj_with_mqa, "kv_a_proj_with_mqa")
-            if not (reason or (self._has_parts() and self._is_joined(joined))):
-                reason = "a weight of theirs was replaced: install again"
+        if is_compiling():  # the compiler then watches that they stay the same
+            return joined if not reason and self._has_parts() else None
+        if joined and not (reason or (self._has_parts() and self._is_joined(joined))):
+            reason = "a weight of theirs was replaced: install again"
+        target = target_of(JOINED)
         if joined is None or reason:
             target.hand_back(reason)
             return None

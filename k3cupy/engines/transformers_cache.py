@@ -160,8 +160,9 @@ class LatentLayer(CacheLayerMixin):  # type: ignore[misc]
         if tokens_to_remove > 0:
             reject("tokens_to_remove", "a number of at most 0", shown(tokens_to_remove))
         if self.is_initialized:
-            self._counted += tokens_to_remove
-            self.slots.add_(tokens_to_remove)
+            self._counted = max(0, self._counted + tokens_to_remove)
+            first = self.rows * self.shape.tokens
+            torch.maximum(self.slots + tokens_to_remove, first, out=self.slots)
 
 
 class Step(NamedTuple):
@@ -271,9 +272,12 @@ def _bias_of(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if mask is None:
         return None
     mask = mask[:, 0]
-    if mask.dtype != torch.bool:
-        return mask.to(dtype)
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+    return bias_of(mask, dtype) if mask.dtype == torch.bool else mask.to(dtype)
+
+
+def bias_of(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask as numbers to add. They are finite: a row that sees nothing is not NaN."""
+    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
 
 
 def _versions_of(tensors: tuple[Tensor | None, ...]) -> tuple[int, ...]:

@@ -47,6 +47,9 @@ _watches: list[ImportWatch] = []
 _asked: set[str] = set()
 """What was asked for since the last ``uninstall``, by dotted name: watched for, or dealt with."""
 
+_promised: set[str] = set()
+"""Of those the ones that were asked for with ``kv_inputs_ready``."""
+
 
 def register() -> None:
     """Do what ``K3CUPY_VLLM`` says: vLLM calls this in each of its processes, maybe repeatedly.
@@ -112,6 +115,7 @@ def uninstall() -> None:
         for name in _asked_targets():
             _targets[name].leave(_UNINSTALLED)
         _asked.clear()
+        _promised.clear()
 
 
 def report() -> EngineReport:
@@ -149,6 +153,8 @@ def _install(names: tuple[str, ...], kv_inputs_ready: bool) -> None:
     with _lock:
         for dotted in map(_dotted, names):
             if dotted not in _asked:
+                if kv_inputs_ready:
+                    _promised.add(dotted)
                 module = _module_of(dotted)
                 _targets[facts.target_of(dotted)].leave(_WAITING.format(module))
                 actions.setdefault(module, []).append(
@@ -158,7 +164,7 @@ def _install(names: tuple[str, ...], kv_inputs_ready: bool) -> None:
             return
         for dotted in (facts.KERNEL_WARMUP, facts.COMPILE_FACTORS):
             if dotted not in _asked:
-                helping = functools.partial(_help, dotted, kv_inputs_ready)
+                helping = functools.partial(_help, dotted)
                 actions.setdefault(_module_of(dotted), []).append(helping)
         if not _asked:
             actions.setdefault(facts.CUSTOM_OPS, []).append(_tell)
@@ -223,21 +229,23 @@ def _replace(dotted: str, module: ModuleType, make: Callable[[Any], Any]) -> Non
         owner = getattr(owner, part, None)
     if owner is None:
         raise NotOverridableError(f"{module.__name__} has no {'.'.join(owners)}")
-    by_value = [sys.modules.get(importer) for importer in facts.IMPORTERS.get(dotted, ())]
-    importers = [importer for importer in by_value if importer is not None]
+    importers = facts.IMPORTERS.get(dotted, ())
     _installed[dotted] = Replacement(owner, name, facts.FUNCTIONS[dotted], make, importers)
 
 
-def _help(dotted: str, kv_inputs_ready: bool, module: ModuleType) -> None:
+def _help(dotted: str, module: ModuleType) -> None:
     """Wrap what is no target: the warm-up, and what vLLM's cache of compiled graphs depends on."""
     from k3cupy.engines import vllm_warmup
 
     def installed() -> list[str]:
         return [name for name, target in _targets.items() if target.installed]
 
+    def modes() -> Any:
+        return _modes(bool(_promised))
+
     def make(own: Any) -> Any:
         if dotted == facts.KERNEL_WARMUP:
-            return vllm_warmup.kernel_warmup(own, installed, _modes(kv_inputs_ready), logger)
+            return vllm_warmup.kernel_warmup(own, installed, modes, logger)
         return lambda: {**own(), **_compile_factors()}
 
     try:

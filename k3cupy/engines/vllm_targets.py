@@ -71,23 +71,24 @@ def serving(target: Target, run: Call, own: Call, leading: int = 0) -> Call:
 
     def ours(*args: Any) -> Any:
         nonlocal why_never
-        if not why_never:
+        reason = why_never
+        if not reason:
             given = args[leading:]
             try:
                 device = given[0].get_device()
                 if device not in known:
-                    why_never = _why_no_gpu(device)
+                    reason = why_never = _why_no_gpu(device)
                     known.add(device)
-                if not why_never:
+                if not reason:
                     out = run(*given)
                     target.served += 1
                     return out
             except _NOT_OURS as error:
-                target.hand_back(str(error))
-                return own(*args)
+                reason = str(error)
             except _NEVER_OURS as error:
-                why_never = str(error)
-        target.hand_back(why_never)
+                reason = why_never = str(error)
+        # Behind the handlers: an error of vLLM's own is no consequence of ours.
+        target.hand_back(reason)
         return own(*args)
 
     return ours

@@ -24,25 +24,28 @@ _CACHES |= {"fp8_ds_mla": "fp8_ds_mla"}
 
 
 def kernel_warmup(
-    own: Call, installed: Callable[[], Collection[str]], modes: Modes, log: Logger
+    own: Call, installed: Callable[[], Collection[str]], modes: Callable[[], Modes], log: Logger
 ) -> Call:
     """Return vLLM's warm-up with ours behind it.
 
     Args:
         own: vLLM's own.
         installed: gives the names of the targets that are ours by then.
-        modes: those of the process.
-        log: gets a line; that a kernel cannot be built here is a warning: vLLM's own run then.
+        modes: gives those of the process by then.
+        log: gets a line; that something keeps kernels from being ready is a warning: a graph that
+            is captured then has vLLM's own.
     """
 
     def ours(worker: Any, *, process_local_only: bool = False) -> None:
         own(worker, process_local_only=process_local_only)
         start, count = time.perf_counter(), 0
         try:
-            for op, options in needs(worker, installed(), modes):
+            for op, options in needs(worker, installed(), modes()):
                 count += warmup(op, progress=False, **options)
         except (CompileError, ToolchainError) as error:
             log.warning("k3cupy: kernels cannot be built here, vLLM's own run: %s", error)
+        except Exception:  # a model or a worker that we do not know is no reason not to start
+            log.warning("k3cupy: not all kernels are ready, vLLM's own run instead", exc_info=True)
         else:
             log.info("k3cupy: %d kernels are ready, in %.1f s", count, time.perf_counter() - start)
 
@@ -60,7 +63,8 @@ def needs(worker: Any, installed: Collection[str], modes: Modes) -> Iterator[Nee
     modules = list(worker.get_model().modules())
     linears = _with_method(modules, facts.LINEAR)
     plans = [module for module in linears if hasattr(module.quant_method, "_plan")]
-    heads = [m for m in _with_method(modules, facts.LM_HEAD) if _is_head(m)]
+    embeddings = _with_method(modules, facts.LM_HEAD)
+    heads = [m for m in embeddings if _is_head(m)] or embeddings
     attentions = [
         module for module in modules if isinstance(module, _class_of(facts.DECODE_CONCAT))
     ]
@@ -95,7 +99,10 @@ def _with_method(modules: Iterable[Any], dotted: str) -> list[Any]:
 
 
 def _is_head(module: Any) -> bool:
-    """Return whether a vocabulary's module computes logits: an embedding computes no product."""
+    """Return whether a vocabulary's module computes logits alone.
+
+    An embedding computes no product, unless it is the head too: then there is no other.
+    """
     home = sys.modules[facts.LM_HEAD.partition(":")[0]]
     return isinstance(module, home.ParallelLMHead)
 
