@@ -296,9 +296,13 @@ def test_compiled_code_follows_what_forbids_the_promise() -> None:
     promised: list[bool] = []
 
     def told(graph: torch.fx.GraphModule, _: Any) -> Any:
-        nodes = [n for n in graph.graph.nodes if "low_latency_linear" in str(n.target)]
-        promised.extend(node.args[3] for node in nodes)
-        return graph.forward
+        (node,) = (n for n in graph.graph.nodes if "low_latency_linear" in str(n.target))
+
+        def run(*given: Any) -> Any:
+            promised.append(node.args[3])
+            return graph.forward(*given)
+
+        return run
 
     compiled, x = torch.compile(layer, fullgraph=True, backend=told), normal((3, K), 1)
     compiled(x)
@@ -309,8 +313,8 @@ def test_compiled_code_follows_what_forbids_the_promise() -> None:
     compiled(x)
     layer._is_fsdp_managed_module = layer._fsdp_use_orig_params = True
     compiled(x)
-    assert promised[:2] == [True, False]
-    assert promised[2:] in ([False], [True, False])  # the first graph may serve the third call
+    # For the third call either graph is right; which one runs differs by release.
+    assert [promised[i] for i in (0, 1, 3)] == [True, False, False]
 
 
 def test_a_module_may_be_enabled_behind_the_compiler(blocks: tuple[Block, Block]) -> None:

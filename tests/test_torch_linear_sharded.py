@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from gemm_helpers import normal
 from helpers import run_child
 from torch import nn
-from torch_linear_helpers import Calls, K, N, linear, process_group
+from torch_linear_helpers import RELEASE, Calls, K, N, linear, process_group
 
 import k3cupy
 from k3cupy.torch import shards, torch_linear
@@ -48,6 +48,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import _StridedShard
 
+of_now = pytest.mark.skipif(
+    RELEASE < (2, 13), reason="PyTorch 2.11 keeps its own product here, or cannot compute it at all"
+)
 BOTH_ORDERS = pytest.mark.parametrize("enabled_first", [True, False], ids=["first", "after"])
 ON_CPU = "on the CPU: framework linear until it moves to a GPU"
 GATHERED = f"{ON_CPU}; FSDP gathers its weight for each call, which waits for it"
@@ -227,6 +230,7 @@ def given_to(way: Way, mesh: Any) -> Any:
     return distribute_tensor(X, mesh, [Shard(1)]) if way.shard is by_tokens else X
 
 
+@of_now
 @BOTH_ORDERS
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", WAYS)
@@ -272,6 +276,7 @@ def test_case50_a_sharded_model_in_either_order(
     assert calls == []
 
 
+@of_now
 @BOTH_ORDERS
 def test_case50_compiled_shares_are_the_operators(
     mesh: Any, calls: Calls, enabled_first: bool
@@ -315,6 +320,7 @@ def test_a_mode_that_counts_collectives_sees_the_whole_product(mesh: Any, calls:
 # What a rank computes alone
 
 
+@of_now
 @pytest.mark.parametrize(
     ("of_x", "of_weight", "of_out"),
     [
@@ -465,6 +471,7 @@ def computed_by_two_ranks(rank: int, store: str) -> None:
         print("right", file=sys.stdout)
 
 
+@of_now
 def test_case50_two_ranks(tmp_path: Path) -> None:
     store = str(tmp_path / "store")
     with ThreadPoolExecutor(2) as threads:

@@ -16,7 +16,7 @@ from gemm_helpers import assert_product, normal
 from helpers import BF16, run_child
 from pdl_helpers import CopyLate, copy_late, wrong_values
 from torch import nn
-from torch_linear_helpers import Calls, process_group
+from torch_linear_helpers import RELEASE, Calls, process_group
 
 import k3cupy
 from k3cupy.call.choice import LINEAR
@@ -26,7 +26,6 @@ pytestmark = pytest.mark.gpu
 __all__ = ["copy_late"]
 
 N, K = 528, 1536
-TRACES_SHARES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 BOTH_ORDERS = pytest.mark.parametrize("enabled_first", [True, False], ids=["first", "after"])
 GATHERED = "FSDP gathers its weight for each call, which waits for it"
 
@@ -241,7 +240,7 @@ def test_case50_compiled_shares(mesh: Any) -> None:
             close(run(x), plain(x))
         ran = kernels(lambda: run(x))
     # PyTorch 2.11 keeps its own product in the graph: right, and not ours.
-    assert ran == (planned(4) if TRACES_SHARES else [])
+    assert ran == (planned(4) if RELEASE >= (2, 13) else [])
 
 
 @BOTH_ORDERS

@@ -6,10 +6,13 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from helpers import BF16
 from torch import nn
 
 N, K = 48, 128
+RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
+"""Of PyTorch."""
 
 
 class Calls(list[dict[str, Any]]):
