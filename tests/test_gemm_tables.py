@@ -343,7 +343,7 @@ def test_the_fastest_of_an_entry() -> None:
 
 
 def test_what_is_as_good_as_the_fastest_may_be_preferred() -> None:
-    """Within 2%, as two runs differ; what is clearly slower, or was not measured, may not."""
+    """Within 1%, as two runs differ; what is clearly slower, or was not measured, may not."""
     first, other = second(8), second(16)
     for us, is_refused in ((3.02, False), (3.1, True)):
         times = {"fused_a": {first: 3.0, other: us}}
