@@ -134,41 +134,8 @@ _OTHER_BLOCK = "cache_block_size is not that of the cache's shape"
 """Ours takes the size of a block from the cache, where vLLM's is told."""
 
 
-def _decode(modes: Modes, *, ds_mla: bool = False) -> Call:
-    ready = modes.kv_inputs_ready
-
-    def run(
-        ql_nope: Any,
-        q_pe: Any,
-        kv_c_normed: Any,
-        k_pe: Any,
-        mqa_q: Any,
-        k_cache: Any,
-        slot_mapping: Any,
-        cache_block_size: int,
-        position_ids: Any = None,
-        cos_sin_cache: Any = None,
-    ) -> None:
-        if cache_block_size != k_cache.shape[1]:
-            raise NotTakenError(_OTHER_BLOCK)
-        _DECODE(
-            ql_nope,
-            q_pe,
-            kv_c_normed,
-            k_pe,
-            k_cache,
-            slot_mapping,
-            ds_mla=ds_mla,
-            positions=position_ids,
-            cos_sin_cache=cos_sin_cache,
-            out=mqa_q,
-            kv_inputs_ready=ready,
-        )
-
-    return run
-
-
-def _decode_fp8(modes: Modes) -> Call:
+def _decode(modes: Modes, *, ds_mla: bool = False, fp8: bool = False) -> Call:
+    """Return ours for one of the three formats; with fp8 the scales stand before the size."""
     ready = modes.kv_inputs_ready
 
     def run(
@@ -181,10 +148,10 @@ def _decode_fp8(modes: Modes) -> Call:
         slot_mapping: Any,
         *rest: Any,
     ) -> None:
-        q_scale_inv, cache_scale_inv, cache_block_size, *turn = rest
+        scales, others = (rest[:2], rest[2:]) if fp8 else ((None, None), rest)
+        cache_block_size, positions, cos_sin_cache = (*others, None, None)[:3]
         if cache_block_size != k_cache.shape[1]:
             raise NotTakenError(_OTHER_BLOCK)
-        positions, cos_sin_cache = (*turn, None, None)[:2]
         _DECODE(
             ql_nope,
             q_pe,
@@ -192,8 +159,9 @@ def _decode_fp8(modes: Modes) -> Call:
             k_pe,
             k_cache,
             slot_mapping,
-            q_scale_inv=q_scale_inv,
-            cache_scale_inv=cache_scale_inv,
+            ds_mla=ds_mla,
+            q_scale_inv=scales[0],
+            cache_scale_inv=scales[1],
             positions=positions,
             cos_sin_cache=cos_sin_cache,
             out=mqa_q,
@@ -231,7 +199,7 @@ def _kv_concat_quant(k_nope: Any, k_pe: Any, v: Any, k_fp8: Any, v_fp8: Any) -> 
 _RUNS: dict[str, Callable[[Modes], Call]] = {
     facts.GEMM: _gemm,
     "fused_kimi_k3_mla_decode_q_concat_kv_cache_insert": _decode,
-    "fused_kimi_k3_mla_decode_q_concat_kv_cache_fp8_insert": _decode_fp8,
+    "fused_kimi_k3_mla_decode_q_concat_kv_cache_fp8_insert": functools.partial(_decode, fp8=True),
     "fused_kimi_k3_mla_decode_q_concat_ds_mla_insert": functools.partial(_decode, ds_mla=True),
     "fused_kimi_k3_mla_key_concat_kv_cache_insert": lambda _: _key_concat(
         mla_prefill.fused_mla_key_concat_kv_cache_insert
