@@ -7,9 +7,9 @@ from pathlib import Path
 import click
 
 from k3cupy import projections
-from k3cupy.cli.options import compiling
 from k3cupy.runtime import devices
 from k3cupy.runtime.errors import CompileError, ToolchainError
+from k3cupy.runtime.text import compiling
 
 
 @click.command()

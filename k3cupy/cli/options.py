@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
@@ -40,22 +39,6 @@ def named_shapes(shapes: Shapes, preset: str | None) -> Shapes:
     if shapes and preset:
         raise click.UsageError("one of --shape and --preset, not both")
     return shapes or preset_shapes(preset or MODELS[0])
-
-
-@contextlib.contextmanager
-def compiling() -> Iterator[tuple[Callable[[int], None], Callable[[Any], None]]]:
-    """Show a progress bar on standard error.
-
-    Yields:
-        What to call with the number of kernels, and what to call whenever one is done.
-    """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
-
-    columns = "compiling kernels", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda count: bar.update(task, total=count), lambda _: bar.advance(task)
 
 
 def _shapes(

@@ -8,7 +8,8 @@ import click
 
 import k3cupy
 from k3cupy import projections
-from k3cupy.cli.options import compiling, named_shapes, preset_option, shape_option
+from k3cupy.cli.options import named_shapes, preset_option, shape_option
+from k3cupy.runtime.text import compiling
 
 
 @click.command()

@@ -32,6 +32,7 @@ from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import reject, shown
 from k3cupy.runtime.instances import Instance
 from k3cupy.runtime.tensors import is_integer
+from k3cupy.runtime.text import compiling
 
 Flags = bool | Sequence[bool]
 Names = str | Sequence[str]
@@ -97,21 +98,12 @@ def warmup(
         ... # doctest: +SKIP
         4
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
-
     wanted = wanted_of(op, options)
     ordinal = devices.ordinal_of(device)
-    found = wanted(devices.info(ordinal))
-    columns = "compiling kernels", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
-        task = bar.add_task("", total=None)
+    chosen = wanted(devices.info(ordinal))
+    with compiling(quiet=not progress) as (found, done):
         return instances.load_all(
-            found,
-            ordinal,
-            max_workers=max_workers,
-            on_found=lambda count: bar.update(task, total=count),
-            on_done=lambda _: bar.advance(task),
+            chosen, ordinal, max_workers=max_workers, on_found=found, on_done=done
         )
 
 

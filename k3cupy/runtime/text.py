@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import sys
-from typing import IO, TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -45,3 +47,21 @@ def plain(table: Table, width: int) -> str:
     with console.capture() as shown:
         console.print(table)
     return printable("\n".join(map(str.rstrip, shown.get().splitlines())))
+
+
+@contextlib.contextmanager
+def compiling(
+    *, quiet: bool = False
+) -> Iterator[tuple[Callable[[int], None], Callable[[Any], None]]]:
+    """Show a progress bar on standard error, unless it is to be quiet.
+
+    Yields:
+        What to call with the number of kernels, and what to call whenever one is done.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
+    columns = "compiling kernels", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), disable=quiet) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda count: bar.update(task, total=count), lambda _: bar.advance(task)
