@@ -43,7 +43,7 @@ def instances_of(
     """Yield every instance that a model's calls get on a GPU, some of them more than once.
 
     Those are the linear layers at every number of tokens, with weights that are static and not,
-    packed and strided x, and a residual where the model has one; the decode and prefill epilogues
+    packed and strided x, and a residual where the model has one; the other kernels of an MLA layer
     in each cache format, with RoPE and without. What runs is chosen as in a call on that GPU.
 
     Args:
@@ -62,7 +62,7 @@ def instances_of(
     options = {"weight_is_static": _FLAGS, "kv_cache": EVERY_CACHE, "rope": _FLAGS, **fewer}
     statics = options.pop("weight_is_static")
     ready = _FLAGS if kv_inputs_ready else (False,)
-    wanted = [*_epilogues(ready, **options)]
+    wanted = [*_epilogues(ready, statics, **options)]
     for invariant in (False, True)[: 1 + batch_invariant]:
         wanted += _products(local, statics, invariant)
     for op, of_op in wanted:
@@ -74,17 +74,21 @@ ONE_SERVER: dict[str, Any] = {"weight_is_static": (True,), "kv_cache": ("fp8",),
 
 
 def _epilogues(
-    ready: Sequence[bool], kv_cache: Sequence[str], rope: Sequence[bool]
+    ready: Sequence[bool], statics: Sequence[bool], kv_cache: Sequence[str], rope: Sequence[bool]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield operations with the options of their warm-ups.
 
     They come first: they take long to compile, and products long to choose.
     """
     yield "mla_prefill", {"kv_cache": kv_cache, "rope": rope}
-    decode = {"rope": rope, "kv_inputs_ready": ready}
-    yield "mla_decode", {"kv_cache": kv_cache, **decode}
-    if "fp8" in kv_cache:
-        yield "mla_decode", {"kv_cache": "fp8", "query_fp8": False, **decode}
+    for op, flags in (
+        ("mla_decode", {"rope": rope, "kv_inputs_ready": ready}),
+        ("mla_query", {"rope": rope, "weight_is_static": statics}),
+    ):
+        yield op, {"kv_cache": kv_cache, **flags}
+        if "fp8" in kv_cache:
+            yield op, {"kv_cache": "fp8", "query_fp8": False, **flags}
+    yield "mla_value", {"gate": _FLAGS, "transposed": True, "weight_is_static": statics}
 
 
 def _products(
