@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import helpers
 import numpy as np
-import oracle
 import pytest
 import torch
 import torch.nn.functional as F
 from gemm_helpers import normal
 from helpers import BF16, FP16
 from mla_helpers import FORMS, NAMES, Form, MlaCall, as_list, as_out
+from operator_helpers import Called, Counting, each_strictness, ours_in, same
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -111,45 +111,14 @@ def of_operator(call: MlaCall) -> dict[str, Any]:
     return {f"{n}_value" if is_number[n] else n: value for n, value in call.args.items()}
 
 
-def same(got: Any, want: Any, what: str) -> None:
-    """Compare two results, tensor by tensor: type, layout and bits."""
-    for left, right in zip(as_list(got), as_list(want), strict=True):
-        if isinstance(right, torch.Tensor):
-            assert (left.dtype, left.shape, left.stride()) == (
-                right.dtype,
-                right.shape,
-                right.stride(),
-            ), what
-            oracle.assert_same_bits(oracle.bits(left.cpu()), oracle.bits(right.cpu()), what)
-        else:
-            assert left is right is None, what
-
-
-class Counting:
-    """A backend that counts what it compiles, and keeps the operators of ours in each graph."""
-
-    def __init__(self, backend: str = "aot_eager") -> None:
-        self.graphs: list[list[str]] = []
-        self._compile = torch._dynamo.lookup_backend(backend)
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        self.graphs.append(ours_in(graph.graph))
-        return self._compile(graph, inputs)
-
-
-def ours_in(graph: torch.fx.Graph) -> list[str]:
-    """The operators of ours in a graph, without their overloads where that is the default."""
-    called = [str(node.target) for node in graph.nodes if node.op == "call_function"]
-    return [name.removeprefix("k3cupy.") for name in called if name.startswith("k3cupy.")]
-
-
 # The operators
 
 
 def test_every_operation_has_an_operator_of_its_own_arguments() -> None:
     """All but `stream`, `config` and `out`, in the order of the function, with its defaults."""
     others = {"dsv3_fused_a_gemm"}
-    assert {*operators.SCHEMAS, *others} == {function.__name__ for function in operations}
+    public = {name for f in operations if not (name := f.__name__).startswith("_")}
+    assert {*operators.SCHEMAS, *others} == public
     for name in operators.SCHEMAS:
         schema = getattr(OURS, name).default._schema
         found = {a.name: a for a in schema.arguments if not a.name.endswith("_value")}
@@ -703,20 +672,6 @@ def test_a_program_that_never_names_the_operators() -> None:
 
 
 # Exports
-
-
-class Called(nn.Module):
-    """A function as a module, which is what is exported."""
-
-    def __init__(self, run: Callable[..., Any]) -> None:
-        super().__init__()
-        self.run = run
-
-    def forward(self, given: dict[str, Any]) -> Any:
-        return self.run(**given)
-
-
-each_strictness = pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
 
 
 @each_strictness
