@@ -419,6 +419,25 @@ def test_scales_that_are_numbers_change_from_call_to_call() -> None:
         same(mine.args["kv_cache"], theirs.args["kv_cache"], f"a scale of {scale}")
 
 
+def test_an_epsilon_that_changes_and_heads_that_are_a_symbol() -> None:
+    norm, value = FORMS["norm"], FORMS["value-gate"]
+    call = mla_call(norm)
+    compiled = torch.compile(
+        lambda qkv_a, q, kv, eps: k3cupy.fused_q_kv_rmsnorm(qkv_a, q, kv, eps=eps),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    tensors = [call.args[name] for name in norm.inputs]
+    for eps in (0.5, 1e-6, 2.0, 1):
+        same(compiled(*tensors, eps), call.run(eps=eps), f"an epsilon of {eps}")
+    compiled = torch.compile(
+        k3cupy.fused_mla_decode_value, fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    for heads in (2, 3, 12):
+        call = value.make(5, heads)
+        same(compiled(*(call.args[name] for name in value.inputs)), call.run(), f"{heads} heads")
+
+
 def test_caches_that_are_views_and_two_writes_of_one() -> None:
     """One layer of a larger cache, written twice in a graph and read in between."""
     form = FORMS["decode"]
