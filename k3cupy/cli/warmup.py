@@ -22,20 +22,25 @@ from k3cupy.runtime.text import compiling
     "--op",
     default="mla_decode",
     show_default=True,
-    help="mla_decode, mla_prefill, one of the prefill operations, fused_a_gemm, skinny_gemm or "
-    "low_latency_linear. What is not named below is the operation's default.",
+    help="mla_decode, mla_norm, mla_query, mla_value, mla_prefill, one of the prefill operations, "
+    "fused_a_gemm, skinny_gemm or low_latency_linear. What is not named below is the operation's "
+    "default.",
 )
 @click.option("--dtype", multiple=True, help="bfloat16 (the default) or float16.")
 @click.option("--kv-cache", multiple=True, help="MLA: bf16, fp8, fp8_ds_mla; by default all.")
 @click.option("--query-fp8/--query-16bit", default=None, help="Decode: fp8 with an fp8 cache.")
 @click.option("--rope/--no-rope", default=None, help="MLA: with positions; by default without.")
+@click.option("--gate", flag_value=True, default=None, help="Value: with a gate.")
+@click.option(
+    "--transposed/--not-transposed", default=None, help="Value: order of w_uv; both by default."
+)
 @click.option("--kv-inputs-ready", flag_value=True, default=None, help="Decode: that promise.")
 @click.option("--unaligned", "vector", flag_value=False, default=None, help="Rows off 16 bytes.")
 @shape_option("GEMM: N x K of a weight, as 2112x7168; all of Kimi-K3 by default.")
 @preset_option("GEMM: the weights of a named model.")
 @click.option("--tokens", multiple=True, type=int, help="GEMM: a number of tokens; by default all.")
 @click.option("--strided/--packed", default=None, help="Fused-A: layout of x; both by default.")
-@click.option("--weight-is-static", flag_value=True, default=None, help="GEMM: that promise.")
+@click.option("--weight-is-static", flag_value=True, default=None, help="Weights: that promise.")
 @click.option("--batch-invariant", flag_value=True, default=None, help="GEMM: for that flag.")
 @click.option("--residual", flag_value=True, default=None, help="GEMM: for calls that add one.")
 @click.option("--out-dtype", type=click.Choice(["float32"]), help="GEMM: of outputs; x's.")
