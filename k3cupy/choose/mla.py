@@ -63,7 +63,7 @@ def choose(
     else:
         found = _choose(family, variant, size_of(family, num_tokens, num_heads), gpu)
     if family == MLA_QUERY and found.config is not None and config is None:
-        found = replace(found, config=_fitting(found.config, num_tokens))
+        found = replace(found, config=fitting(found.config, num_tokens))
     count = -(-num_tokens // mla_decode.MAX_TOKENS_PER_LAUNCH) if family == MLA_DECODE else 1
     return replace(found, reason=f"{found.reason}; in {count} launches") if count > 1 else found
 
@@ -102,7 +102,7 @@ def _from(entry: Entry, reason: str, origin: str = RULE) -> Choice:
     return Choice(entry.kernel, entry.config, reason, origin)
 
 
-def _fitting(config: mla_query.MlaQueryConfig, num_tokens: int) -> mla_query.MlaQueryConfig:
+def fitting(config: mla_query.MlaQueryConfig, num_tokens: int) -> mla_query.MlaQueryConfig:
     """Return a configuration with the tile for a number of tokens."""
     few, many = _TILES
     return replace(config, tile_m=few if num_tokens <= few else many)

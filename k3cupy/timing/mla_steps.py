@@ -207,9 +207,7 @@ class QueryStep:
     def run(self, layer: torch.Tensor, config: Any = None) -> None:
         """Run it as the public function does; the weights are static."""
         options: dict[str, Any] = {"weight_is_static": True, "config": config}
-        k3cupy.fused_mla_decode_query(
-            **self.arguments, **self.cut(layer), out=self.out, **options
-        )
+        k3cupy.fused_mla_decode_query(**self.arguments, **self.cut(layer), out=self.out, **options)
 
     def separate(self, layer: torch.Tensor, q_b: Product | None = None, bmm: bool = False) -> None:
         """Run the separate kernels.
