@@ -195,20 +195,12 @@ def _mla_query(
             n: [choose_mla(mla_query.KERNEL, None, n, share, gpu, config) for share in shares]
             for n in few
         }
-        fused = [
-            (mla_query.tile_of(n), choice.config)
-            for n, choices in chosen.items()
-            for choice in choices
-            if choice.config is not None
-        ]
-        for variant, (tile, each) in itertools.product(variants, dict.fromkeys(fused)):
+        pairs = ((mla_query.tile_of(n), c.config) for n, of in chosen.items() for c in of)
+        fused = [pair for pair in dict.fromkeys(pairs) if pair[1] is not None]
+        for variant, (tile, each) in itertools.product(variants, fused):
             yield each.instance(replace(variant, tile_m=tile))
-        apart = [
-            n
-            for n in counts
-            if config is None
-            and (n not in chosen or any(choice.config is None for choice in chosen[n]))
-        ]
+        one_launch = {n for n, of in chosen.items() if all(c.config for c in of)}
+        apart = [n for n in counts if config is None and n not in one_launch]
         if apart:
             for part in separate:
                 yield from part(gpu)
