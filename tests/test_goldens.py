@@ -51,6 +51,7 @@ KERNELS = (
     ("mla_prefill.cu", "mla_kv_concat"),
     ("mla_prefill.cu", "mla_kv_concat_quant"),
     ("mla_norm.cu", "q_kv_rms_norms"),
+    ("mla_query.cu", "mla_decode_query"),
     ("mla_value.cu", "head_product"),
     ("fused_a_gemm.cu", "fused_a_gemm"),
     ("fused_a_gemm.cu", "fused_a_gemm_mapped_x"),
