@@ -120,9 +120,9 @@ def query_calls() -> Iterator[GoldenCall]:
         **{name: _query(tensors=tensors) for name, tensors in LAYOUTS.items()},
     }.items():
         yield call(name, make)
-    for sizes in ((16, 8, 8), (8, 4, 16)):
-        config = k3cupy.MlaQueryConfig(*sizes)
-        yield call(f"config {sizes}", _query(3, config=config))
+    for numbers, tokens in (((16, 0, 1), 3), ((8, 5, 2), 3), ((8, 2, 1), 12)):
+        config = k3cupy.MlaQueryConfig(*numbers)
+        yield call(f"config {numbers}, T={tokens}", _query(tokens, config=config))
     # Separate kernels; where one of them is the framework's linear, the fake knows GPU 0 alone.
     for tokens in (17, 64, 300):
         yield call(f"T={tokens}", _query(tokens))
