@@ -154,7 +154,13 @@ def up_projections(
 
 
 def qkv_a_of(
-    tokens: int, dtype: torch.dtype, device: str, *, seed: int = 0, width: int = QKV_A, shift: int = 0
+    tokens: int,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    seed: int = 0,
+    width: int = QKV_A,
+    shift: int = 0,
 ) -> torch.Tensor:
     """Columns of a wider tensor that is NaN everywhere else; each token has a size of its own."""
     values = random_values((tokens, QKV_A), torch.float32, 10 * seed)
@@ -263,8 +269,6 @@ LAYER_FORMS = {
 }
 QUERY_FORMS = [form for form in LAYER_FORMS.values() if form.kind == QUERY]
 each_layer_form = pytest.mark.parametrize("form", LAYER_FORMS.values(), ids=str)
-
-
 
 
 # --- Layouts -------------------------------------------------------------------------------------

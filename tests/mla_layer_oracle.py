@@ -1,8 +1,8 @@
 """What the operations around an MLA layer's epilogue must compute, in float64, for the tests.
 
 As in `oracle.py` nothing here comes from `k3cupy`. Norms and values have one rounding: each element
-may be the rounding of any number within the error of fp32. The query has roundings on its way, so it
-is measured by its error: at most that of the same steps one by one, each rounded to its type.
+may be the rounding of any number within the error of fp32. The query has roundings on its way, so
+its error counts: at most that of the same steps one by one, each rounded to its type.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def normed(x: torch.Tensor, gain: torch.Tensor, eps: float) -> Within:
-    """`x * rsqrt(mean(x^2) + eps) * gain` of rows [B, N]; squares too large for fp32 are infinite."""
+    """`x * rsqrt(mean(x^2) + eps) * gain` of rows [B, N]; a sum too large for fp32 is infinite."""
     wide, factor = x.double(), gain.double()
     squares = wide.square().sum(-1, keepdim=True)
     squares = torch.where(squares > _FLOAT32_MAX, torch.inf, squares)
@@ -74,7 +74,7 @@ MORE_IN_A_ROW, MORE_IN_ALL = 1.15, 1.02
 def assert_as_good(
     got: torch.Tensor, exact: torch.Tensor, steps: torch.Tensor, what: str = "mqa_q"
 ) -> None:
-    """NaN where it must be and nowhere else; the error of each row, and of all, is that of the steps."""
+    """NaN where it must be and nowhere else; the errors of a row, and of all, are no larger."""
     found = got.cpu().double()
     assert torch.equal(found.isnan(), exact.isnan()), f"{what}: NaN in the wrong places"
     errors = []

@@ -1,4 +1,4 @@
-"""What the operations around an MLA layer's epilogue have in common: any size, in time, the same bits.
+"""What the operations around an MLA layer's epilogue have in common: any size, the same bits.
 
 Most of it runs on the CPU too, where it shows that the tests themselves are right.
 """
