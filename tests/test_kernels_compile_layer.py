@@ -27,7 +27,7 @@ from k3cupy.runtime.offline import compile_cubin
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC and cuda-core")
 pytestmark = pytest.mark.compiles
 
-DTYPES, FLAGS = ("bfloat16", "float16"), (False, True)
+DTYPES, FLAGS, CACHES = ("bfloat16", "float16"), (False, True), ("same", "fp8", "ds_mla")
 RESERVED = 1024
 """Bytes of shared memory that the system has of a block's, from sm_90 on."""
 
@@ -62,7 +62,7 @@ class LayerInstance(Inspected):
 def variants(module: ModuleType) -> list[Any]:
     """Every combination of flags that a kernel exists for."""
     if module is mla_query:
-        combined = itertools.product(DTYPES, FLAGS, ("same", "fp8", "ds_mla"), FLAGS, FLAGS)
+        combined = itertools.product(DTYPES, FLAGS, CACHES, FLAGS, FLAGS, mla_query.TILES)
     else:
         combined = itertools.product(DTYPES, *[FLAGS] * (2 if module is mla_norm else 5))
     found = itertools.starmap(module.Variant, combined)
@@ -100,9 +100,8 @@ def test_every_instance(kernel: str, arch: str, part: slice) -> None:
 
 IMPOSSIBLE = [
     (mla_norm, mla_norm.MlaNormConfig(5), mla_norm.Variant("bfloat16")),
-    (mla_query, mla_query.MlaQueryConfig(12, 8, 8), mla_query.Variant("bfloat16")),
-    (mla_query, mla_query.MlaQueryConfig(8, 5, 8), mla_query.Variant("bfloat16")),
-    (mla_query, mla_query.MlaQueryConfig(8, 8, 5), mla_query.Variant("bfloat16")),
+    (mla_query, mla_query.MlaQueryConfig(5, 0, 1), mla_query.Variant("bfloat16")),
+    (mla_query, mla_query.MlaQueryConfig(8, 7, 1), mla_query.Variant("bfloat16")),
     (mla_value, mla_value.MlaValueConfig(12, 16, 8), mla_value.Variant("bfloat16")),
     (mla_value, mla_value.MlaValueConfig(8, 48, 8), mla_value.Variant("bfloat16")),
 ]
