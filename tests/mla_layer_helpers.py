@@ -56,11 +56,6 @@ class LayerCall(MlaCall):
         return INPUTS[self.kind][0]
 
     @property
-    def first(self) -> torch.Tensor:
-        tensor: torch.Tensor = self.args[self.names_first]
-        return tensor
-
-    @property
     def heads(self) -> int:
         weight = {NORM: "q_weight", QUERY: "w_uk", VALUE: "w_uv"}[self.kind]
         return int(self.args[weight].shape[0])
