@@ -21,6 +21,7 @@ __all__ = [
     "MlaDecodeConfig",
     "MlaNormConfig",
     "MlaPrefillConfig",
+    "MlaQueryConfig",
     "MlaValueConfig",
     "PreparedCall",
     "SkinnyGemmConfig",
@@ -34,12 +35,14 @@ __all__ = [
     "explain_fused_a_gemm",
     "explain_low_latency_gemm",
     "explain_mla_decode",
+    "explain_mla_decode_query",
     "explain_mla_decode_value",
     "explain_mla_prefill",
     "explain_q_kv_rmsnorm",
     "explain_skinny_gemm",
     "fused_a_gemm",
     "fused_mla_decode_q_concat_kv_cache_insert",
+    "fused_mla_decode_query",
     "fused_mla_decode_value",
     "fused_mla_key_concat_ds_mla_insert",
     "fused_mla_key_concat_kv_cache_insert",
@@ -71,6 +74,7 @@ _HOMES = {
     "MlaDecodeConfig": "k3cupy.kernels.mla_decode",
     "MlaNormConfig": "k3cupy.kernels.mla_norm",
     "MlaPrefillConfig": "k3cupy.kernels.mla_prefill",
+    "MlaQueryConfig": "k3cupy.kernels.mla_query",
     "MlaValueConfig": "k3cupy.kernels.mla_value",
     "PreparedCall": "k3cupy.ops.prepare",
     "SkinnyGemmConfig": "k3cupy.kernels.skinny_gemm",
@@ -84,12 +88,14 @@ _HOMES = {
     "explain_fused_a_gemm": "k3cupy.ops.fused_a_gemm",
     "explain_low_latency_gemm": "k3cupy.ops.linear",
     "explain_mla_decode": "k3cupy.ops.mla_decode",
+    "explain_mla_decode_query": "k3cupy.ops.mla_query",
     "explain_mla_decode_value": "k3cupy.ops.mla_value",
     "explain_mla_prefill": "k3cupy.ops.mla_prefill",
     "explain_q_kv_rmsnorm": "k3cupy.ops.mla_norm",
     "explain_skinny_gemm": "k3cupy.ops.skinny_gemm",
     "fused_a_gemm": "k3cupy.ops.fused_a_gemm",
     "fused_mla_decode_q_concat_kv_cache_insert": "k3cupy.ops.mla_decode",
+    "fused_mla_decode_query": "k3cupy.ops.mla_query",
     "fused_mla_decode_value": "k3cupy.ops.mla_value",
     "fused_mla_key_concat_ds_mla_insert": "k3cupy.ops.mla_prefill",
     "fused_mla_key_concat_kv_cache_insert": "k3cupy.ops.mla_prefill",
@@ -118,6 +124,7 @@ if TYPE_CHECKING:
     from k3cupy.kernels.mla_decode import MlaDecodeConfig
     from k3cupy.kernels.mla_norm import MlaNormConfig
     from k3cupy.kernels.mla_prefill import MlaPrefillConfig
+    from k3cupy.kernels.mla_query import MlaQueryConfig
     from k3cupy.kernels.mla_value import MlaValueConfig
     from k3cupy.kernels.skinny_gemm import SkinnyGemmConfig
     from k3cupy.ops.batch_invariance import (
@@ -143,6 +150,7 @@ if TYPE_CHECKING:
         fused_mla_kv_concat_quant_fp8,
         fused_mla_qkv_quant_kv_cache_fp8_insert,
     )
+    from k3cupy.ops.mla_query import explain_mla_decode_query, fused_mla_decode_query
     from k3cupy.ops.mla_value import explain_mla_decode_value, fused_mla_decode_value
     from k3cupy.ops.prepare import PreparedCall, prepare
     from k3cupy.ops.skinny_gemm import explain_skinny_gemm, skinny_gemm

@@ -23,6 +23,7 @@ import pytest
 import torch
 from fake_device import A100, B200, GB300, GPUS, H100, H200, RTX_4090, RTX_5090, FakeDevice
 from golden_layer_calls import LAYER_OPERATIONS, layer_calls
+from golden_query_calls import QUERY, query_calls
 from golden_recording import GoldenCall, Shipped, Tensors, Twice, described, record_twice
 
 import k3cupy
@@ -48,6 +49,7 @@ OPERATIONS = (
     DECODE,
     *PREFILLS,
     *LAYER_OPERATIONS,
+    QUERY,
     "fused_a_gemm",
     "dsv3_fused_a_gemm",
     "skinny_gemm",
@@ -62,6 +64,7 @@ def calls() -> list[GoldenCall]:
         *_decode_calls(),
         *_prefill_calls(),
         *layer_calls(),
+        *query_calls(),
         *_fused_a_calls(),
         *_dsv3_calls(),
         *_skinny_calls(),

@@ -276,9 +276,9 @@ class LayerForm:
         self, tokens: int = 8, heads: int = 3, *, rope: bool = False, **options: Any
     ) -> LayerCall:
         """A call; RoPE is left out where the operation has none."""
-        settings = {**self.settings, **options}
-        if self.has_cache:
-            settings["rope"] = rope
+        if not self.has_cache:
+            options = {n: v for n, v in options.items() if n not in ("num_blocks", "scale_tensors")}
+        settings = {**self.settings, **options} | ({"rope": rope} if self.has_cache else {})
         if self.kind == NORM:
             return make_norm(tokens, **settings)
         make: Callable[..., LayerCall] = make_query if self.kind == QUERY else make_value

@@ -455,9 +455,17 @@ def test_every_call_of_a_model_gets_what_the_bundle_has(
                 **formats,
                 **(turned if rope else {}),
             )
+    w_uv = CudaTensor.of(cuda(12, 256, 512)[:, 128:].transpose(1, 2), 0)
+    for tokens, static in itertools.product((1, 100), (False, True)):
+        weights = cuda(1536), cuda(512)
+        norms = {"eps": 1e-6, "weight_is_static": static}
+        k3cupy.fused_q_kv_rmsnorm(cuda(tokens, 2112), *weights, **norms)
+        for gate in (None, cuda(tokens, 1536)):
+            latent = cuda(tokens, 12, 512)
+            k3cupy.fused_mla_decode_value(latent, w_uv, gate, weight_is_static=static)
     loaded = set(fake_device.loads)
     assert {instance.source for instance in loaded} == {
-        *("fused_a_gemm.cu", "skinny_gemm.cu", "mla_decode.cu")
+        *("fused_a_gemm.cu", "skinny_gemm.cu", "mla_decode.cu", "mla_norm.cu", "mla_value.cu")
     }
     assert loaded <= of_bundle
 

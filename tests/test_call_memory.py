@@ -92,7 +92,7 @@ def epilogue(form: Form | LayerForm) -> Call:
     return Call(call.operation, tensors, options, written)
 
 
-LAYERS = ("norm", "value-gate", "value-packed")
+LAYERS = ("norm", "query", "query-fp8", "query-ds_mla", "value-gate", "value-packed")
 CALLS: dict[str, Callable[[], Call]] = {
     "fused_a_gemm": lambda: product(k3cupy.fused_a_gemm),
     "skinny_gemm": lambda: product(k3cupy.skinny_gemm),

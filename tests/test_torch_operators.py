@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import helpers
 import numpy as np
-import oracle
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,6 +21,7 @@ from helpers import BF16, FP16
 from mla_helpers import FORMS as EPILOGUES
 from mla_helpers import Form, MlaCall, as_list, as_out
 from mla_layer_helpers import LAYER_FORMS
+from operator_helpers import Called, Counting, each_strictness, ours_in, same
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -33,7 +33,7 @@ from k3cupy.torch.compiled import OUTPUTS as GIVEN
 
 OURS = torch.ops.k3cupy
 M, N, K = 4, 64, 128
-LAYERS = ("norm", "value", "value-gate")
+LAYERS = ("norm", "query", "query-fp8", "query-ds_mla", "value", "value-gate")
 FORMS: dict[str, Any] = EPILOGUES | {name: LAYER_FORMS[name] for name in LAYERS}
 each_form = pytest.mark.parametrize("form", FORMS.values(), ids=str)
 ALONG_TOKENS = (
@@ -115,45 +115,14 @@ def of_operator(call: MlaCall) -> dict[str, Any]:
     return {f"{n}_value" if n in numbers else n: value for n, value in call.args.items()}
 
 
-def same(got: Any, want: Any, what: str) -> None:
-    """Compare two results, tensor by tensor: type, layout and bits."""
-    for left, right in zip(as_list(got), as_list(want), strict=True):
-        if isinstance(right, torch.Tensor):
-            assert (left.dtype, left.shape, left.stride()) == (
-                right.dtype,
-                right.shape,
-                right.stride(),
-            ), what
-            oracle.assert_same_bits(oracle.bits(left.cpu()), oracle.bits(right.cpu()), what)
-        else:
-            assert left is right is None, what
-
-
-class Counting:
-    """A backend that counts what it compiles, and keeps the operators of ours in each graph."""
-
-    def __init__(self, backend: str = "aot_eager") -> None:
-        self.graphs: list[list[str]] = []
-        self._compile = torch._dynamo.lookup_backend(backend)
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        self.graphs.append(ours_in(graph.graph))
-        return self._compile(graph, inputs)
-
-
-def ours_in(graph: torch.fx.Graph) -> list[str]:
-    """The operators of ours in a graph, without their overloads where that is the default."""
-    called = [str(node.target) for node in graph.nodes if node.op == "call_function"]
-    return [name.removeprefix("k3cupy.") for name in called if name.startswith("k3cupy.")]
-
-
 # The operators
 
 
 def test_every_operation_has_an_operator_of_its_own_arguments() -> None:
     """All but `stream`, `config` and `out`, in the order of the function, with its defaults."""
     others = {"dsv3_fused_a_gemm"}
-    assert {*operators.SCHEMAS, *others} == {function.__name__ for function in operations}
+    public = {name for f in operations if not (name := f.__name__).startswith("_")}
+    assert {*operators.SCHEMAS, *others} == public
     for name in operators.SCHEMAS:
         schema = getattr(OURS, name).default._schema
         found = {a.name: a for a in schema.arguments if not a.name.endswith("_value")}
@@ -184,7 +153,7 @@ def test_what_is_written_stands_in_the_schema(form: Form) -> None:
 @each_form
 def test_opcheck(form: Form, device: str) -> None:
     """Caches and outputs that are written come as bytes: opcheck cannot compare e4m3."""
-    options = {"cache": "uint8"} if form.name == "decode-fp8" else {}
+    options = {"cache": "uint8"} if form.name in ("decode-fp8", "query-fp8") else {}
     options |= {"cache": torch.uint8} if form.kind == "fp8" else {}
     name = form.function
     call = mla_call(form, device=device, **options)
@@ -269,7 +238,7 @@ def each_operator_once() -> Iterator[tuple[str, Any, dict[str, Any], str]]:
     for form in (FORMS["decode"], *(FORMS[kind] for kind in ("insert", "ds_mla"))):
         given = of_operator(mla_call(form))
         yield str(form), getattr(OURS, form.function), given, next(iter(form.inputs))
-    for kind in ("fp8", "concat", "concat_fp8", "norm", "value-gate"):
+    for kind in ("fp8", "concat", "concat_fp8", "norm", "query", "value-gate"):
         given = of_operator(mla_call(FORMS[kind]))
         yield kind, getattr(OURS, FORMS[kind].function), given, next(iter(FORMS[kind].inputs))
     x, weight, _, out = product_arguments()
@@ -448,6 +417,25 @@ def test_scales_that_are_numbers_change_from_call_to_call() -> None:
         run(**{**theirs.args, "cache_scale_inv": scale})
         compiled(mine.args, scale)
         same(mine.args["kv_cache"], theirs.args["kv_cache"], f"a scale of {scale}")
+
+
+def test_an_epsilon_that_changes_and_heads_that_are_a_symbol() -> None:
+    norm, value = FORMS["norm"], FORMS["value-gate"]
+    call = mla_call(norm)
+    compiled = torch.compile(
+        lambda qkv_a, q, kv, eps: k3cupy.fused_q_kv_rmsnorm(qkv_a, q, kv, eps=eps),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    tensors = [call.args[name] for name in norm.inputs]
+    for eps in (0.5, 1e-6, 2.0, 1):
+        same(compiled(*tensors, eps), call.run(eps=eps), f"an epsilon of {eps}")
+    compiled = torch.compile(
+        k3cupy.fused_mla_decode_value, fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    for heads in (2, 3, 12):
+        call = value.make(5, heads)
+        same(compiled(*(call.args[name] for name in value.inputs)), call.run(), f"{heads} heads")
 
 
 def test_caches_that_are_views_and_two_writes_of_one() -> None:
@@ -709,22 +697,8 @@ def test_a_program_that_never_names_the_operators() -> None:
 # Exports
 
 
-class Called(nn.Module):
-    """A function as a module, which is what is exported."""
-
-    def __init__(self, run: Callable[..., Any]) -> None:
-        super().__init__()
-        self.run = run
-
-    def forward(self, given: dict[str, Any]) -> Any:
-        return self.run(**given)
-
-
-each_strictness = pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
-
-
 @each_strictness
-@pytest.mark.parametrize("name", ["insert", "fp8", "norm", "value-gate"])
+@pytest.mark.parametrize("name", ["insert", "fp8", "norm", "query-fp8", "value-gate"])
 def test_an_epilogue_is_exported(name: str, strict: bool) -> None:
     form = FORMS[name]
     mine, theirs = (mla_call(form) for _ in range(2))

@@ -227,7 +227,8 @@ def reference_arrays(problem: MlaProblem, arrays: Mapping[str, Any]) -> dict[str
     """Return a call's arrays as the CPU functions take them: an entry a token, k_pe [T, 64]."""
     count = problem.num_tokens
     found = {name: array[:count] if name in _INDICES else array for name, array in arrays.items()}
-    found["k_pe"] = found["k_pe"].reshape(count, QK_ROPE_HEAD_DIM)
+    if "k_pe" in found:
+        found["k_pe"] = found["k_pe"].reshape(count, QK_ROPE_HEAD_DIM)
     return found
 
 

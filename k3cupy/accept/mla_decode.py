@@ -31,10 +31,7 @@ def accept(values: Values, *, ds_mla: bool, kv_inputs_ready: bool) -> mla.MlaPro
     check_types(given, views, ("ql_nope", "q_pe", "kv_c_normed", "k_pe"), ds_mla)
     width = DS_MLA_ROW_BYTES if ds_mla else LATENT_DIM
     num_tokens, num_heads = mla.check_shapes(views, _HEAD_WIDTHS, width, {"out": LATENT_DIM})
-    num_rows = num_tokens * (num_heads + 1)
-    if num_rows >= _MAX_ROWS:
-        expected = f"num_tokens * (num_heads + 1) below {_MAX_ROWS}"
-        reject("ql_nope", expected, f"{num_rows}", "Split the batch")
+    check_rows("ql_nope", num_tokens, num_heads)
     variant = Variant(
         dtype=dtype,
         query_fp8="q_scale_inv" in given,
@@ -45,6 +42,14 @@ def accept(values: Values, *, ds_mla: bool, kv_inputs_ready: bool) -> mla.MlaPro
     out_dtype = "float8_e4m3fn" if variant.query_fp8 else dtype
     out = Output("out", "mqa_q", (num_tokens, num_heads, LATENT_DIM), out_dtype)
     return mla.problem_of(views, variant, (out,), updated=("kv_cache",), num_heads=num_heads)
+
+
+def check_rows(first: str, num_tokens: int, num_heads: int) -> None:
+    """Refuse a call of more rows than a launch can have, by the name of its first input."""
+    num_rows = num_tokens * (num_heads + 1)
+    if num_rows >= _MAX_ROWS:
+        expected = f"num_tokens * (num_heads + 1) below {_MAX_ROWS}"
+        reject(first, expected, f"{num_rows}", "Split the batch")
 
 
 def cache_of(given: Mapping[str, Any], ds_mla: bool) -> str:

@@ -14,6 +14,9 @@ from k3cupy.runtime.tensors import TensorView
 _REQUIRED = ("latent", "w_uv")
 ARGUMENTS = Arguments((*_REQUIRED, "gate", "out"), _REQUIRED)
 
+ABSORBED = Arguments(("q_nope", "w_uk", "out"), ("q_nope", "w_uk"))
+"""Of the absorbed query, one of the separate kernels of the query front."""
+
 MAX_ROWS = 1 << 29
 """Rows of one launch: the number of its blocks, at most four a row, must fit 31 bits."""
 
@@ -58,6 +61,17 @@ def accept(values: Values, *, weight_is_static: bool) -> HeadProblem:
         lying, variant, (Output("out", "out", shape, dtype),), num_heads=num_heads
     )
     return HeadProblem(**{**vars(problem), "views": checks.without_owners(views)})
+
+
+def accept_absorbed(values: Values, *, weight_is_static: bool) -> HeadProblem:
+    """Accept what the query front has checked already, in the order of ``ABSORBED``."""
+    views = ABSORBED.views(values)
+    q_nope = views["q_nope"]
+    num_tokens, num_heads, _ = q_nope.shape
+    variant = Variant(q_nope.dtype, weight_is_static=weight_is_static, absorb=True)
+    out = Output("out", "out", (num_tokens, num_heads, KV_LORA_RANK), q_nope.dtype)
+    problem = mla.problem_of(views, variant, (out,), num_heads=num_heads)
+    return HeadProblem(**{**vars(problem), "x": "q_nope", "weight": "w_uk"})
 
 
 def _turned(v: TensorView) -> TensorView:

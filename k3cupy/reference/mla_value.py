@@ -33,3 +33,18 @@ def mla_value_reference(latent: Array, w_uv: Array, out: Array, gate: Array | No
                 if gate is not None:
                     value /= 1 + np.exp(-gate[token, columns].astype(np.float32))
                 out[token, columns] = value
+
+
+def mla_absorb_reference(q_nope: Array, w_uk: Array, out: Array) -> None:
+    """Compute ``q_nope[b, h] @ w_uk[h]``, summed as the value is, rounded to the type of ``out``.
+
+    Args:
+        q_nope: [B, H, 128], ``ml_dtypes.bfloat16`` or float16.
+        w_uk: [H, 128, 512], same type, any strides.
+        out: [B, H, 512], same type or float32. Written.
+    """
+    with np.errstate(invalid="ignore", over="ignore"):
+        for head, weight in enumerate(w_uk):
+            wide = weight.astype(np.float64)
+            for token, row in enumerate(q_nope[:, head].astype(np.float64)):
+                out[token, head] = (row @ wide).astype(np.float32)
