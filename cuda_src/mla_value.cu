@@ -20,6 +20,7 @@
 // the number of tokens nor on the tiles.
 
 #include "common/chunk.cuh"
+#include "common/fast_divide.cuh"
 #include "common/float32.cuh"
 #include "common/pdl.cuh"
 #include "common/strides.cuh"
@@ -51,6 +52,7 @@ template <typename T, int kK, int kN, bool kTransposed, bool kHasGate, bool kWei
 __global__ void __launch_bounds__(32 * kWarps)
     head_product(const char* weight, typename StrideOf<kVector>::Type weight_head_stride,
                  typename StrideOf<kVector>::Type weight_row_stride, unsigned int num_heads,
+                 unsigned int num_heads_magic, unsigned int num_heads_shift,
                  unsigned int num_tokens, const char* x,
                  typename StrideOf<kVector>::Type x_token_stride,
                  typename StrideOf<kVector>::Type x_head_stride,
@@ -79,8 +81,9 @@ __global__ void __launch_bounds__(32 * kWarps)
   const unsigned int first_group = warp / kWarpsOfK * kGroups;
   const unsigned int tile = blockIdx.x / (kN / kTileN);
   const unsigned int column = blockIdx.x % (kN / kTileN) * kTileN;
-  const unsigned int head = tile % num_heads;
-  const unsigned int first_token = tile / num_heads * kTileM;
+  const unsigned int tile_of_tokens = quotient(tile, num_heads_magic, num_heads_shift);
+  const unsigned int head = tile - tile_of_tokens * num_heads;
+  const unsigned int first_token = tile_of_tokens * kTileM;
 
   // A lane's 16 bytes of each of its steps, of its columns where these are rows in memory.
   Chunk weights[kTransposed ? kSteps : 1][kTransposed ? kGroups : 1];
@@ -113,7 +116,7 @@ __global__ void __launch_bounds__(32 * kWarps)
           *reinterpret_cast<Chunk*>(shared + place) = load_chunk_streaming<false>(source);
         }
       }
-      if constexpr (kVector) asm volatile("cp.async.commit_group;");
+      if constexpr (kVector) commit_copies();
     }
   };
   if constexpr (kWeightIsStatic) load_weights();
@@ -160,7 +163,7 @@ __global__ void __launch_bounds__(32 * kWarps)
     });
   }
   if constexpr (!kTransposed) {
-    if constexpr (kVector) asm volatile("cp.async.wait_group 0;" ::: "memory");
+    if constexpr (kVector) wait_copies<0>();
     __syncthreads();
   }
 
@@ -219,8 +222,8 @@ __global__ void __launch_bounds__(32 * kWarps)
       float gate_low;
       float gate_high;
       widen_pair(word, gate_low, gate_high, T{});
-      low /= 1.0f + __expf(-gate_low);
-      high /= 1.0f + __expf(-gate_high);
+      low = multiply(low, __fdividef(1.0f, 1.0f + __expf(-gate_low)));
+      high = multiply(high, __fdividef(1.0f, 1.0f + __expf(-gate_high)));
     }
     const unsigned long long of_row =
         (static_cast<unsigned long long>(first_token + row) * num_heads + head) * kN + column + n;

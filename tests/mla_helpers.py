@@ -342,6 +342,11 @@ class Form:
     settings: dict[str, Any]
 
     @property
+    def function(self) -> str:
+        """The operation's public name."""
+        return NAMES[self.kind]
+
+    @property
     def inputs(self) -> tuple[str, ...]:
         return INPUTS[self.kind]
 

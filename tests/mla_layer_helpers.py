@@ -235,8 +235,49 @@ class LayerForm:
     kind: str
     settings: dict[str, Any]
 
-    def make(self, tokens: int = 8, heads: int = 3, **options: Any) -> LayerCall:
-        settings = {**self.settings, **options}
+    @property
+    def function(self) -> str:
+        """The operation's public name."""
+        return OPERATIONS[self.kind]
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        without = () if self.settings.get("gate", True) else ("gate",)
+        return tuple(name for name in INPUTS[self.kind] if name not in without)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return _OUTPUTS[self.kind]
+
+    @property
+    def has_cache(self) -> bool:
+        """With a cache come slots, and positions may come."""
+        return self.kind == QUERY
+
+    @property
+    def scales(self) -> tuple[str, ...]:
+        """The scales that it takes."""
+        names = {"fp8": ("q_scale_inv", "cache_scale_inv"), "uint8": ("cache_scale_inv",)}
+        found = names.get(self.settings.get("cache", ""), ())
+        return ("q_scale_inv",) if self.name == "query-of-fp8" else found
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """All arguments that can be tensors, but for `out`."""
+        rest = ("kv_cache", "slot_mapping", "positions", "cos_sin_cache") if self.has_cache else ()
+        return (*self.inputs, *rest, *self.scales)
+
+    def written(self, *, rope: bool) -> tuple[str, ...]:
+        """Arguments that a call writes."""
+        return ("kv_cache",) if self.has_cache else ()
+
+    def make(
+        self, tokens: int = 8, heads: int = 3, *, rope: bool = False, **options: Any
+    ) -> LayerCall:
+        """A call; RoPE is left out where the operation has none."""
+        if not self.has_cache:
+            options = {n: v for n, v in options.items() if n not in ("num_blocks", "scale_tensors")}
+        settings = {**self.settings, **options} | ({"rope": rope} if self.has_cache else {})
         if self.kind == NORM:
             return make_norm(tokens, **settings)
         make: Callable[..., LayerCall] = make_query if self.kind == QUERY else make_value

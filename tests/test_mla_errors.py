@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
-import oracle
 import pytest
 import torch
 from fake_device import CudaTensor, FakeDevice
@@ -38,60 +37,26 @@ from mla_helpers import (
     run_and_check,
     run_into_guarded_outs,
 )
+from refusal_helpers import (
+    OVERLAP,
+    Refusal,
+    its_dtype,
+    its_length,
+    its_shape,
+    its_strides,
+    its_type,
+    its_value,
+    name_of,
+    of_no_tensors,
+    problems_of,
+    put,
+    with_shared_memory,
+)
 
 import k3cupy
 
 TOKENS, HEADS = 8, 3
 FLOATS_OF_8_BITS = (torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-
-
-class Refusal(NamedTuple):
-    """An argument, what takes its place, and what the message says it got.
-
-    `change` gets what the argument was. `got` is a pattern, or makes one of what took its place.
-    `blamed` is another pattern of names where the message may name others.
-    """
-
-    label: str
-    name: str
-    change: Callable[[Any], Any]
-    got: str | Callable[[Any], str]
-    blamed: str = ""
-
-
-# What a message says of a tensor
-
-
-def its_shape(tensor: torch.Tensor) -> str:
-    return exactly(f"shape {list(tensor.shape)}")
-
-
-def its_dtype(tensor: torch.Tensor) -> str:
-    return exactly(name_of(tensor.dtype))
-
-
-def its_strides(tensor: torch.Tensor) -> str:
-    return exactly(f"strides {tuple(tensor.stride())}")
-
-
-def its_length(tensor: torch.Tensor) -> str:
-    return exactly(str(tensor.shape[0]))
-
-
-def its_type(value: Any) -> str:
-    return exactly(type(value).__name__)
-
-
-def its_value(value: Any) -> str:
-    return exactly(repr(value))
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def put(label: str, name: str, value: Any, got: Any, blamed: str = "") -> Refusal:
-    return Refusal(label, name, lambda _: value, got, blamed)
 
 
 # The table
@@ -156,18 +121,6 @@ def of_inputs(form: Form) -> Iterator[Refusal]:
         yield Refusal("inner stride", name, every_other, exactly("inner stride 2"))
     yield Refusal("no heads", first, lambda t: t[:, :0], its_shape)
     yield Refusal("two heads", "k_pe", lambda t: t[:, None].repeat(1, 2, 1), its_shape)
-
-
-def of_no_tensors(form: Form) -> Iterator[Refusal]:
-    for name in form.tensors:
-        if name not in form.scales and name not in ("positions", "cos_sin_cache"):
-            yield put("None", name, None, exactly("NoneType"))
-        for junk in (object(), [1, 2, 3], "text", 1 + 0j, True):
-            yield put(f"a {type(junk).__name__}", name, junk, its_type)
-    for name in (*form.inputs, *(("kv_cache",) if form.has_cache else ())):
-        yield Refusal("on meta", name, lambda t: t.to("meta"), exactly("device meta"))
-        # PyTorch's own words.
-        yield Refusal("sparse", name, lambda t: t.to(BF16).to_sparse(), "storage|sparse|layout")
 
 
 def of_the_cache(form: Form) -> Iterator[Refusal]:
@@ -312,26 +265,6 @@ def table_of(form: Form) -> dict[str, list[Refusal]]:
 TABLE = {form.name: table_of(form) for form in FORMS.values()}
 
 
-def problems_of(call: MlaCall, refusals: list[Refusal]) -> list[str]:
-    """Try each of the refusals; what is wrong with them."""
-    boxes = poisoned_outs(call)
-    saved = [box.snapshot() for box in boxes]
-    outs = as_out([box.tensor for box in boxes])
-    problems = []
-    for refusal in refusals:
-        before = outs if refusal.name == "out" else call.args.get(refusal.name)
-        value = moved(refusal.change(before), call.device)
-        got = refusal.got if isinstance(refusal.got, str) else refusal.got(value)
-        changes = {"out": outs, refusal.name: value}
-        try:
-            refused(call, refusal.blamed or refusal.name, got, **changes)
-        except (AssertionError, pytest.fail.Exception) as error:
-            problems.append(f"{refusal.name}, {refusal.label}: {error}")
-    for box, bytes_before in zip(boxes, saved, strict=True):
-        oracle.assert_same_bits(box.snapshot(), bytes_before, "out after refused calls")
-    return problems
-
-
 @pytest.mark.parametrize(
     ("form", "name"),
     [
@@ -407,23 +340,6 @@ def test_explain_names_an_unknown_operation() -> None:
 
 
 # Overlap
-
-
-def with_shared_memory(
-    call: MlaCall, written: torch.Tensor, name: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(like `written`, like the argument) in one buffer: the last 16 bytes of one are shared."""
-    tensor = call.args[name]
-    out_bytes = written.numel() * written.element_size()
-    size = tensor.numel() * tensor.element_size()
-    buffer = torch.zeros(out_bytes + size, dtype=torch.uint8, device=call.device)
-    at = out_bytes - 16
-    inside = buffer[at : at + size].view(tensor.dtype).view(tensor.shape)
-    inside.flatten().view(torch.uint8).copy_(tensor.contiguous().flatten().view(torch.uint8))
-    return buffer[:out_bytes].view(written.dtype).view(written.shape), inside
-
-
-OVERLAP = exactly("tensors that overlap")
 
 
 @each_form

@@ -13,6 +13,7 @@ from k3cupy.constants import (
     QK_HEAD_DIM,
     QK_NOPE_HEAD_DIM,
 )
+from k3cupy.kernels import mla_query as kernel
 from k3cupy.kernels.mla_query import MlaQueryConfig, Variant
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import reject
@@ -68,31 +69,19 @@ def _check_shapes(views: mla.Views, cache_width: int) -> tuple[int, int]:
     return num_tokens, num_heads
 
 
-def check_config(
-    config: MlaQueryConfig, why_not: str | None, num_tokens: int, gpu: DeviceInfo
-) -> None:
-    """Refuse a configuration that the caller named and that cannot compute a call.
-
-    Args:
-        config: it.
-        why_not: what keeps the call from being one launch, whatever the configuration.
-        num_tokens: of the call.
-        gpu: where it is to run.
-    """
-    hint = "Leave it out for what fits"
-    if why_not is not None:
-        reject("config", f"None, because {why_not}", f"{config}", hint)
-    if config.tile_m < num_tokens:
-        reject("config", f"a tile of at least {num_tokens} tokens", f"{config.tile_m}", hint)
-    if (told := why_too_large(config, num_tokens, gpu)) is not None:
-        reject("config", *told, hint)
-
-
-def why_too_large(
-    config: MlaQueryConfig, num_tokens: int, gpu: DeviceInfo
-) -> tuple[str, str] | None:
-    """Return the shared memory that a GPU has a block and that a call needs, or None if it fits."""
-    most, needed = gpu.shared_memory_optin, config.shared_bytes(num_tokens)
+def why_not(problem: mla.MlaProblem, config: MlaQueryConfig, gpu: DeviceInfo) -> str | None:
+    """Return why a configuration cannot compute a call in one launch, or None."""
+    found = kernel.why_not(problem, gpu)
+    if found is not None:
+        return found
+    needed, most = config.shared_bytes(kernel.variant_of(problem).tile_m), gpu.shared_memory_optin
     if needed <= most:
         return None
-    return f"at most {most} bytes of shared memory a block, which {gpu.name} has", f"{needed} bytes"
+    return f"{config} takes {needed} bytes of shared memory a block, {gpu.name} has {most}"
+
+
+def check_config(problem: mla.MlaProblem, config: MlaQueryConfig, gpu: DeviceInfo) -> None:
+    """Refuse a configuration that the caller named and that cannot compute a call on a GPU."""
+    if (why := why_not(problem, config, gpu)) is not None:
+        hint = "Leave it out, and separate kernels run"
+        reject("config", "None, because the call cannot be one launch", why, hint)

@@ -219,13 +219,11 @@ def _measured(
     for name, body in bodies.items():
         recorded.record(name, body)
     times = dict(zip(bodies, recorded.measure(list(bodies), _EFFORT), strict=True))
-    return {
-        case: (
-            times[case, ""],
-            {name: round(times[case, name] - times[case, ""], 4) for name in of},
-        )
-        for case, (_, of) in cases.items()
-    }
+    found = {}
+    for case, (_, calls) in cases.items():
+        base = times[case, ""]
+        found[case] = base, {name: round(times[case, name] - base, 4) for name in calls}
+    return found
 
 
 def _entry(

@@ -36,9 +36,6 @@ _FEW_AND_MANY = {
 }
 """Family -> what few rows take where no table knows a call, and many."""
 
-_TILES = (8, mla_query.MAX_TOKENS)
-"""Tokens for which the query kernel is compiled; a call gets the smaller that takes its own."""
-
 _ROWS_AN_SM = 16
 """Rows that are few: of prefill they give every multiprocessor two blocks of ``FEW_ROWS``."""
 
@@ -62,8 +59,6 @@ def choose(
         found = Choice(family, config, NAMED)
     else:
         found = _choose(family, variant, size_of(family, num_tokens, num_heads), gpu)
-    if family == MLA_QUERY and found.config is not None and config is None:
-        found = replace(found, config=fitting(found.config, num_tokens))
     count = -(-num_tokens // mla_decode.MAX_TOKENS_PER_LAUNCH) if family == MLA_DECODE else 1
     return replace(found, reason=f"{found.reason}; in {count} launches") if count > 1 else found
 
@@ -102,12 +97,6 @@ def _from(entry: Entry, reason: str, origin: str = RULE) -> Choice:
     return Choice(entry.kernel, entry.config, reason, origin)
 
 
-def fitting(config: mla_query.MlaQueryConfig, num_tokens: int) -> mla_query.MlaQueryConfig:
-    """Return a configuration with the tile for a number of tokens."""
-    few, many = _TILES
-    return replace(config, tile_m=few if num_tokens <= few else many)
-
-
 def _nearest(sizes: Iterable[int], num_rows: float) -> int:
     return min(sizes, key=lambda size: abs(math.log(size / max(num_rows, 1.0))))
 
@@ -122,6 +111,4 @@ def configs(family: str, kind: str, gpu: DeviceInfo | None = None) -> tuple[Any,
     entries = [entry for table in tables for entry in table.entries(kind).values()]
     found = dict.fromkeys(entry.config for entry in entries) or dict.fromkeys(_FEW_AND_MANY[family])
     found.pop(None, None)
-    if family == MLA_QUERY:
-        return tuple(dict.fromkeys(replace(c, tile_m=t) for c in found for t in _TILES))
     return tuple(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from k3cupy.call.launch import Launch, Parameters
@@ -35,11 +35,18 @@ PARAMETERS = Parameters(
     "pointer positions, cos_sin_cache; i64 position_stride, table_stride, max_position"
 )
 
-MAX_TOKENS = 16
-"""The most tokens of a launch: one side of the tensor cores' product."""
+TILES = (8, 16)
+"""Tokens of a product, the narrow side of the tensor cores once or twice."""
 
-_LANES, _ROWS_OF_PRODUCT = 32, 8
-_INBOX_PADDING, _X_PADDING = 16, 64
+MAX_TOKENS = TILES[-1]
+"""The most tokens of a launch."""
+
+_CLUSTER = 8
+"""Blocks of a head."""
+
+_LANES, _INBOX_PADDING, _SUM_PADDING = 32, 16, 2
+_STEPS, _STEP_BYTES = 48, 64
+"""Along K, of a block, and bytes of a row in one."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,7 @@ class Variant:
         cache: ``"same"``, ``"fp8"`` or ``"ds_mla"``.
         rope: positions are given.
         weight_is_static: the promise that the weights are older than the preceding kernel.
+        tile_m: tokens of a product, 8 or 16; so many are computed at most.
     """
 
     dtype: str
@@ -59,10 +67,12 @@ class Variant:
     cache: str = "same"
     rope: bool = False
     weight_is_static: bool = False
+    tile_m: int = 8
 
     def is_valid(self) -> bool:
         """Return whether the kernel exists for this combination."""
-        return mla_decode.Variant(self.dtype, self.query_fp8, self.cache).is_valid()
+        formats = mla_decode.Variant(self.dtype, self.query_fp8, self.cache)
+        return formats.is_valid() and self.tile_m in TILES
 
     @classmethod
     def of_kind(cls, kind: str, dtype: str = "bfloat16") -> Variant:
@@ -81,24 +91,22 @@ class MlaQueryConfig(Tuned):
     """How a head is shared out.
 
     Attributes:
-        tile_m: tokens of a product, 8 or 16; so many are computed at most.
-        cluster: blocks of a head (4 or 8).
-        warps: of a block that multiply (4, 8 or 16); one more writes cache rows.
-        blocks_per_sm: blocks for which a multiprocessor's registers must do.
+        warps: of a block that multiply (8 or 16); one more writes cache rows.
+        shared_steps: of a warp's steps along K those whose weights wait in shared memory, not in
+            registers; all are 48 a block.
+        blocks_per_sm: blocks for which a multiprocessor's registers must do (1 or 2).
     """
 
-    tile_m: int
-    cluster: int
     warps: int
-    blocks_per_sm: int = 1
+    shared_steps: int
+    blocks_per_sm: int
 
     def is_valid(self) -> bool:
         """Return whether the kernel can be compiled with these numbers, without spills."""
         return (
             self.is_typed
-            and self.tile_m in (8, 16)
-            and self.cluster in (4, 8)
-            and self.warps in (4, 8, 16)
+            and self.warps in (8, 16)
+            and 0 <= self.shared_steps <= _STEPS // self.warps
             and self.blocks_per_sm in (1, 2)
         )
 
@@ -107,43 +115,41 @@ class MlaQueryConfig(Tuned):
         """Threads of a block."""
         return _LANES * (self.warps + 1)
 
-    def shared_bytes(self, num_tokens: int) -> int:
+    def shared_bytes(self, tile_m: int) -> int:
         """Return the dynamic shared memory of a block; the layout is that of the source."""
-        rows, columns = QK_HEAD_DIM // self.cluster, KV_LORA_RANK // self.cluster
-        pitch = _ROWS_OF_PRODUCT * (rows // _ROWS_OF_PRODUCT | 1)
-        weights = 2 * QK_NOPE_HEAD_DIM * columns + 2 * Q_LORA_RANK
-        inbox = self.tile_m * (2 * QK_NOPE_HEAD_DIM + _INBOX_PADDING + 4 * _ROWS_OF_PRODUCT)
-        of_token = 2 * Q_LORA_RANK + _X_PADDING + 4 * self.warps * pitch
-        return weights + inbox + num_tokens * of_token
+        weights = 2 * QK_NOPE_HEAD_DIM * KV_LORA_RANK // _CLUSTER
+        inbox = tile_m * (2 * QK_NOPE_HEAD_DIM + _INBOX_PADDING)
+        sums = QK_HEAD_DIM // _CLUSTER * (tile_m + _SUM_PADDING) + tile_m
+        waiting = self.shared_steps * self.warps * QK_HEAD_DIM // _CLUSTER * _STEP_BYTES
+        return weights + inbox + 4 * self.warps * sums + 2 * Q_LORA_RANK + waiting
 
     def name_expression(self, variant: Variant) -> str:
         """Return the C++ name of the instance."""
         cache = f"k3cupy::CacheFormat::{mla_decode.CACHE_FORMATS[variant.cache]}"
         formats = CTYPES[variant.dtype], variant.query_fp8, cache
         flags = variant.rope, variant.weight_is_static
-        return instantiation("mla_decode_query", *formats, *flags, *astuple(self))
+        sizes = variant.tile_m, *astuple(self)
+        return instantiation("mla_decode_query", *formats, *flags, *sizes)
 
     def instance(self, variant: Variant) -> Instance:
         """Return what ``runtime.instances`` compiles."""
         return Instance(SOURCE, self.name_expression(variant))
 
     def __str__(self) -> str:
-        """For people: ``tile of 8 tokens, 8 blocks of 8 warps a head``."""
-        shared = f", {self.blocks_per_sm} blocks an SM" if self.blocks_per_sm > 1 else ""
+        """For people: ``8 warps, 0 of 6 steps in shared memory``."""
+        blocks = f", {self.blocks_per_sm} blocks an SM" if self.blocks_per_sm > 1 else ""
         return (
-            f"tile of {self.tile_m} tokens, {self.cluster} blocks of {self.warps} warps a head"
-            f"{shared}"
+            f"{self.warps} warps, {self.shared_steps} of {_STEPS // self.warps} steps in shared "
+            f"memory{blocks}"
         )
 
 
 CANDIDATES = tuple(
-    MlaQueryConfig(tile, cluster, warps)
-    for tile in (8, 16)
-    for cluster, warps in ((8, 8), (8, 16), (4, 16))
+    MlaQueryConfig(*numbers) for numbers in ((8, 0, 1), (8, 2, 1), (8, 5, 2), (16, 0, 1))
 )
 """What the tables choose from."""
 
-UNTUNED = MlaQueryConfig(8, 8, 8)
+UNTUNED = MlaQueryConfig(8, 0, 1)
 
 Config = MlaQueryConfig
 
@@ -160,9 +166,9 @@ def why_not(problem: Any, gpu: DeviceInfo) -> str | None:
 
 
 def variant_of(problem: Any) -> Variant:
-    """Return what a validated call decides."""
+    """Return what a validated call decides, the tile by its number of tokens."""
     variant: Variant = problem.variant
-    return variant
+    return replace(variant, tile_m=next(tile for tile in TILES if problem.num_tokens <= tile))
 
 
 def launches(problem: Any, config: MlaQueryConfig, _gpu: DeviceInfo) -> list[Launch]:
@@ -194,7 +200,7 @@ def launches(problem: Any, config: MlaQueryConfig, _gpu: DeviceInfo) -> list[Lau
             },
             grid=problem.num_heads,
             block=config.threads,
-            shared_bytes=config.shared_bytes(problem.num_tokens),
-            cluster=config.cluster,
+            shared_bytes=config.shared_bytes(variant.tile_m),
+            cluster=_CLUSTER,
         )
     ]

@@ -10,12 +10,14 @@ from k3cupy.constants import CTYPES, KV_LORA_RANK, QK_NOPE_HEAD_DIM, V_HEAD_DIM
 from k3cupy.kernels import Tuned
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.instances import Instance, instantiation
+from k3cupy.runtime.launch import divisor_constants
 from k3cupy.runtime.tensors import byte_stride
 
 KERNEL, SOURCE = "mla_value", "mla_value.cu"
 
 PARAMETERS = Parameters(
-    "pointer weight; stride weight_head_stride, weight_row_stride; u32 num_heads, num_tokens;"
+    "pointer weight; stride weight_head_stride, weight_row_stride; "
+    "u32 num_heads, num_heads_magic, num_heads_shift, num_tokens;"
     "pointer x; stride x_token_stride, x_head_stride; pointer gate; stride gate_stride; pointer out"
 )
 
@@ -139,10 +141,13 @@ def launches(problem: Any, config: MlaValueConfig, _gpu: DeviceInfo) -> list[Lau
     """Return the launch of a validated call. Its tensors are ``x``, ``weight``, ``gate``."""
     views, variant = problem.views, variant_of(problem)
     x, weight = problem.x, problem.weight
+    magic, shift = divisor_constants(problem.num_heads)
     values = {
         "weight_head_stride": byte_stride(views[weight], 0),
         "weight_row_stride": byte_stride(views[weight], 2 if variant.transposed else 1),
         "num_heads": problem.num_heads,
+        "num_heads_magic": magic,
+        "num_heads_shift": shift,
         "num_tokens": problem.num_tokens,
         "x_token_stride": byte_stride(views[x], 0),
         "x_head_stride": byte_stride(views[x], 1),

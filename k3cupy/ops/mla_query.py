@@ -49,8 +49,8 @@ def fused_mla_decode_query(
 
     Formats of query and cache, slots, scales and RoPE are those of
     ``fused_mla_decode_q_concat_kv_cache_insert``, and so are the bits of a cache row. Sums are
-    fp32. They are rounded to the inputs' type behind the norms and behind the product with w_q_b,
-    and then no more before the store.
+    fp32. Two roundings to the inputs' type come before that of the store: of the normed query, for
+    which one launch has w_q_b times q_norm_weight, and of the product with w_q_b.
 
     One launch computes up to 16 tokens on GPUs with clusters of blocks (sm_90 and newer). Whatever
     it cannot compute, and what is measured to be slower so, runs in separate kernels:
@@ -182,19 +182,18 @@ def _accept(values: Values, given: Given) -> mla.MlaProblem:
 
 def _choose(problem: mla.MlaProblem, gpu: DeviceInfo, given: Given) -> Choice:
     """One launch where it can be and is not measured to be slower; else separate kernels."""
-    tokens, config = problem.num_tokens, given["config"]
-    why = kernel.why_not(problem, gpu)
+    tokens, heads, config = problem.num_tokens, problem.num_heads, given["config"]
     if config is not None:
-        mla_query.check_config(config, why, tokens, gpu)
-    found = Choice(kernel.SEPARATE, None, f"{why}")
+        mla_query.check_config(problem, config, gpu)
+    why = kernel.why_not(problem, gpu)
     if why is None:
-        found = choose(kernel.KERNEL, problem.variant, tokens, problem.num_heads, gpu, config)
+        found = choose(kernel.KERNEL, problem.variant, tokens, heads, gpu, config)
         if found.config is not None:
-            too_large = mla_query.why_too_large(found.config, tokens, gpu)
-            if too_large is None:
+            why = mla_query.why_not(problem, found.config, gpu)
+            if why is None:
                 return found
-            expected, got = too_large
-            found = Choice(kernel.SEPARATE, None, f"{found.config} needs {got}, {expected}")
+    if why is not None:
+        found = Choice(kernel.SEPARATE, None, why)
     pdl = gpu.has_pdl and given["pdl"] is not False
     return replace(found, reason=f"{found.reason}: {mla_separate.told(problem, pdl)}")
 

@@ -18,8 +18,9 @@ from k3cupy import projections
 from k3cupy.accept import checks
 from k3cupy.accept.gemm import check_fused_a_config, check_skinny_config, out_dtype_of
 from k3cupy.choose.gemm import ALL, FUSED_A, SKINNY, choose
+from k3cupy.choose.mla import choose as choose_mla
 from k3cupy.choose.mla import configs
-from k3cupy.constants import CTYPES
+from k3cupy.constants import CTYPES, Q_LORA_RANK, QK_HEAD_DIM
 from k3cupy.kernels import (
     fused_a_gemm,
     mla_decode,
@@ -74,8 +75,9 @@ def warmup(
     - ``"mla_decode"``: dtype, kv_cache, query_fp8 (None: with an fp8 cache), rope,
       kv_inputs_ready, vector (False: the element-wise instance), config.
     - ``"mla_norm"``: dtype, weight_is_static, vector, config.
-    - ``"mla_query"``: dtype, kv_cache, query_fp8, rope, weight_is_static, config; without a config
-      also what runs in its place, but for q_b, which is a product of low-latency linear.
+    - ``"mla_query"``: dtype, kv_cache, query_fp8, rope, weight_is_static, heads (every H that will
+      come), tokens (None: up to 64), config; without a config also the separate kernels that run
+      in its place for some of these.
     - ``"mla_value"``: dtype, gate, transposed (None: weights with either axis contiguous),
       weight_is_static, vector, config.
     - ``"mla_prefill"``, for the caches named and both context operations, or the name of one of
@@ -168,29 +170,42 @@ def _mla_query(
     query_fp8: Flags | None = None,
     rope: Flags = False,
     weight_is_static: Flags = False,
+    heads: Numbers = 12,
+    tokens: Numbers = None,
     config: MlaQueryConfig | None = None,
 ) -> Wanted:
     checks.check_config(config, MlaQueryConfig)
-    flags = rope, weight_is_static
+    counts = tokens_of(
+        range(1, fused_a_gemm.MAX_TOKENS + 1) if tokens is None else tokens, _MOST_ROWS
+    )
+    shares = tokens_of(heads, _MOST_ROWS, "heads")
+    flags = rope, weight_is_static, mla_query.TILES
     variants = _of_formats(mla_query.Variant, dtype, kv_cache, query_fp8, *flags)
     fused = _epilogue(mla_query, None, variants, config)
-    absorbed = itertools.product(_named("dtype", dtype, CTYPES), _several(weight_is_static))
+    statics = itertools.product(_named("dtype", dtype, CTYPES), _several(weight_is_static))
+    absorbed = [mla_value.Variant(k, weight_is_static=s, absorb=True) for k, s in statics]
     separate = (
         _mla_norm(dtype, weight_is_static),
-        _epilogue(
-            mla_value,
-            mla_value.UNTUNED,
-            [mla_value.Variant(k, weight_is_static=s, absorb=True) for k, s in absorbed],
-            None,
-        ),
+        _epilogue(mla_value, None, absorbed, None),
         _mla_decode(dtype, kv_cache, query_fp8, rope),
     )
 
+    def is_apart(count: int, gpu: DeviceInfo) -> bool:
+        few = gpu.has_clusters and count <= mla_query.MAX_TOKENS
+        calls = itertools.product(variants, shares if few else ())
+        of_mla = (choose_mla(mla_query.KERNEL, v, count, share, gpu) for v, share in calls)
+        return not few or any(choice.config is None for choice in of_mla)
+
     def wanted(gpu: DeviceInfo) -> Iterator[Instance]:
-        if gpu.compute_capability >= (9, 0):  # which has clusters
+        if gpu.has_clusters and min(counts) <= mla_query.MAX_TOKENS:
             yield from fused(gpu)
-        for part in separate if config is None else ():
-            yield from part(gpu)
+        apart = [count for count in counts if config is None and is_apart(count, gpu)]
+        if apart:
+            for part in separate:
+                yield from part(gpu)
+        if apart and "bfloat16" in _several(dtype):
+            q_b = [(share * QK_HEAD_DIM, Q_LORA_RANK) for share in shares]
+            yield from _low_latency_linear(q_b, apart, weight_is_static=weight_is_static)(gpu)
 
     return wanted
 
@@ -200,7 +215,7 @@ def _of_formats(
     dtype: Names,
     kv_cache: Names,
     query_fp8: Flags | None,
-    *flags: Flags,
+    *flags: Any,
 ) -> list[Any]:
     """Return the variants of all combinations; the query is e4m3 where the cache is, by default."""
     queries = (None,) if query_fp8 is None else _several(query_fp8)
@@ -449,14 +464,14 @@ def shapes_of(shapes: Shapes, k_multiple: int) -> tuple[tuple[int, int], ...]:
     return tuple((int(n), int(k)) for n, k in pairs)
 
 
-def tokens_of(tokens: Numbers, most: int) -> tuple[int, ...]:
+def tokens_of(tokens: Numbers, most: int, option: str = "tokens") -> tuple[int, ...]:
     """Return the numbers of tokens, None for all; refuse those that no call can have."""
     counts = range(1, most + 1) if tokens is None else _several(tokens)
     for count in counts:
         if not _is_count(count) or count > most:
-            reject("tokens", f"numbers from 1 to {most}", shown(count))
+            reject(option, f"numbers from 1 to {most}", shown(count))
     if not counts:
-        reject("tokens", "at least one", "none")
+        reject(option, "at least one", "none")
     return tuple(map(int, counts))
 
 

@@ -36,7 +36,7 @@ def mla_value_reference(latent: Array, w_uv: Array, out: Array, gate: Array | No
 
 
 def mla_absorb_reference(q_nope: Array, w_uk: Array, out: Array) -> None:
-    """Compute ``q_nope[b, h] @ w_uk[h]``, summed as the value is and rounded to the type of ``out``.
+    """Compute ``q_nope[b, h] @ w_uk[h]``, summed as the value is, rounded to the type of ``out``.
 
     Args:
         q_nope: [B, H, 128], ``ml_dtypes.bfloat16`` or float16.

@@ -73,8 +73,8 @@ def _flags(torch: Any, names: tuple[str, ...], options: tuple[Any, ...]) -> tupl
         if option is None or (option is False and name != "pdl"):
             continue
         if name == "eps":
-            flags[name] = option
-            fits = isinstance(option, float)
+            fits = isinstance(option, float | int) and not isinstance(option, bool)
+            flags[name] = float(option) if fits else option
         elif name == "out_dtype":
             flags[name] = torch.float32 if _is_float32(torch, option) else option
             fits = isinstance(flags[name], torch.dtype)

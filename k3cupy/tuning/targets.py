@@ -191,17 +191,18 @@ class MlaTarget(_Target):
         return mla.size_of(self.family, self.tokens, self.heads)
 
     def candidates(self, known: Known, gpu: DeviceInfo) -> tuple[Candidate, ...]:
-        """Return every configuration, of the query front with the tile of as many tokens."""
-        configs: Sequence[Any] = KERNELS[self.family].CANDIDATES
-        if self.family == MLA_QUERY:
-            configs = [mla.fitting(config, self.tokens) for config in configs]
-        return tuple(Candidate(self.family, config) for config in dict.fromkeys(configs))
+        """Return every configuration."""
+        return tuple(Candidate(self.family, c) for c in KERNELS[self.family].CANDIDATES)
 
     def instance(self, candidate: Candidate) -> Instance:
         """Return what bfloat16 inputs run."""
         of_kernel: Any = KERNELS[self.family].Variant
         make = of_kernel if self.family == MLA_PREFILL else of_kernel.of_kind
-        found: Instance = candidate.config.instance(make(self.problem, "bfloat16"))
+        variant = make(self.problem, "bfloat16")
+        if self.family == MLA_QUERY:
+            tile = next(tile for tile in mla_query.TILES if self.tokens <= tile)
+            variant = replace(variant, tile_m=tile)
+        found: Instance = candidate.config.instance(variant)
         return found
 
 
