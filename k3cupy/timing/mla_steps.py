@@ -46,8 +46,8 @@ _ROUNDING = {1: 2.0**-4, 2: 2.0**-8}
 """Bytes of a stored value -> how far a rounding takes it off, relative."""
 
 _OF_SUMS, _OF_SMALL, _OF_CHAIN = 2.0**-12, 2.0**-9, 0.03
-"""How far sums in fp32 may take an element off, e4m3 one that is nearly 0, and roundings on the
-way, of its row's size."""
+"""How far an element may be off, of its row's size: by sums in fp32, by e4m3 where it is nearly 0,
+by roundings on the way."""
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Of x and a weight."""
