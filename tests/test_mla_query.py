@@ -120,23 +120,27 @@ def arguments_of(launch: Launch) -> dict[str, Any]:
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
 def test_what_runs_and_why(gpu: DeviceInfo, device: FakeDevice) -> None:
-    """Up to 16 tokens where there are clusters; an explanation launches nothing."""
+    """Up to 16 tokens of two rounds of clusters; an explanation launches nothing."""
     has_clusters = gpu in (H200, H100, B200, GB300, RTX_5090)
     for tokens in (1, 3, 8, 16, 17, 64, 1000):
         for heads in (1, 6, 12, 16, 24, 96):
             found = explained(call_of(tokens, heads, gpu))
-            if has_clusters and tokens <= 16:
+            rounds = -(-heads // gpu.clusters_at_once(8))
+            if has_clusters and tokens <= 16 and rounds <= 2:
                 assert (found.kernel, found.pdl) == ("mla_query", True)
                 assert isinstance(found.config, k3cupy.MlaQueryConfig)
+                assert found.config.blocks_per_sm == rounds
                 tile = 8 if tokens <= 8 else 16
                 assert f"::kSame, false, false, {tile}, " in str(found.name_expression)
                 continue
             assert (found.kernel, found.config) == ("separate", None)
             assert (found.name_expression, found.pdl) == (None, has_clusters)
             why = f"{tokens} tokens are more than 16"
-            if tokens <= 16:
+            if tokens <= 16 and has_clusters:
+                why = f"no measured table has {heads} heads; {gpu.name} runs .* two blocks an SM"
+            elif tokens <= 16:
                 why = f"{gpu.name} has no clusters of blocks"
-            assert found.reason.startswith(f"{why}: norms by mla_norm, "), found.reason
+            assert re.match(f"{why}: norms by mla_norm, ", found.reason), found.reason
             for part in (
                 "; q_b by ",
                 "; absorbed query by mla_value, ",
@@ -173,7 +177,7 @@ def test_separate_kernels_that_are_measured_to_be_faster(
 ) -> None:
     slow = {"mla_query": {mla_query.UNTUNED: 9.0}, "separate": {None: 8.0}}
     header = {"schema": 2, "gpu": another().name, "num_sms": another().num_sms}
-    text = table_text(header, [measured("16bit+same", 48, slow)])
+    text = table_text(header, [measured("12 heads", 4, slow)])
     only_of_query(monkeypatch, Table("shipped", *parts_of(text)))
     monkeypatch.setattr("k3cupy.runtime.devices.info", lambda _: another())
     found = explained(call_of(4))
@@ -208,7 +212,7 @@ def test_a_table_that_names_what_does_not_fit(
     """Measured on a GPU with more shared memory: it runs separate kernels, and says so."""
     large = k3cupy.MlaQueryConfig(16, 3, 1)
     header = {"schema": 2, "gpu": "X", "num_sms": 100}
-    text = table_text(header, [measured("16bit+same", 48, {"mla_query": {large: 5.0}})])
+    text = table_text(header, [measured("12 heads", 4, {"mla_query": {large: 5.0}})])
     only_of_query(monkeypatch, Table("shipped", *parts_of(text)))
     found = explained(call_of(4, gpu=RTX_5090))
     assert found.kernel == "separate"
