@@ -256,6 +256,10 @@ class LayerForm:
         return self.kind == QUERY
 
     @property
+    def cache_width(self) -> int:
+        return oracle.DS_MLA_BYTES if "ds_mla" in self.name else oracle.ROW
+
+    @property
     def scales(self) -> tuple[str, ...]:
         """The scales that it takes."""
         names = {"fp8": ("q_scale_inv", "cache_scale_inv"), "uint8": ("cache_scale_inv",)}

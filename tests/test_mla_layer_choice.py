@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,7 +34,7 @@ KINDS: dict[str, tuple[str, ...]] = {
 }
 each_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=KINDS)
 SAME = mla_query.Variant.of_kind("16bit+same")
-FEW, MANY = (mla_query.MlaQueryConfig(tile, 4, 16) for tile in (8, 16))
+OTHER = mla_query.CANDIDATES[1]
 
 
 def table_of(*entries: Entry, name: str = "X") -> Table:
@@ -41,7 +42,7 @@ def table_of(*entries: Entry, name: str = "X") -> Table:
     return Table("shipped", *parts_of(table_text(header, entries)))
 
 
-def query_of(size: int, fused: float, separate: float | None, config: Any = FEW) -> Entry:
+def query_of(size: int, fused: float, separate: float | None, config: Any = OTHER) -> Entry:
     times: dict[str, Any] = {"mla_query": {config: fused, mla_query.UNTUNED: fused + 1}}
     if separate is not None:
         times["separate"] = {None: separate}
@@ -99,7 +100,7 @@ def test_separate_kernels_run_where_they_are_measured_to_be_faster(
     entries = [query_of(12, 3.0, 4.5), query_of(96, 6.0, 5.0), query_of(192, 7.0, 7.0)]
     only(monkeypatch, table_of(*entries))
     few, more, most = (choose("mla_query", SAME, tokens, 12, gpu()) for tokens in (1, 8, 16))
-    assert (few.kernel, few.config, few.origin) == ("mla_query", FEW, "shipped")
+    assert (few.kernel, few.config, few.origin) == ("mla_query", OTHER, "shipped")
     assert few.reason.endswith("here 12: one launch 3.00 us, separate kernels 4.50 us")
     assert (more.kernel, more.config, more.origin) == ("separate", None, "shipped")
     assert more.reason.endswith("here 96: one launch 6.00 us, separate kernels 5.00 us")
@@ -107,18 +108,7 @@ def test_separate_kernels_run_where_they_are_measured_to_be_faster(
     assert (most.kernel, most.config) == ("separate", None)
     elsewhere = choose("mla_query", SAME, 8, 12, gpu("Y"))
     assert (elsewhere.kernel, elsewhere.origin) == ("separate", "rule")
-    assert configs("mla_query", "16bit+same") == (FEW, MANY)
-
-
-def test_a_call_gets_the_tile_that_takes_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes are rows: 16 tokens of few heads are as many as 8 of more."""
-    for entries in ([query_of(96, 3.0, None)], [query_of(96, 3.0, 9.0, MANY)], []):
-        only(monkeypatch, *([table_of(*entries)] if entries else []))
-        known = configs("mla_query", "16bit+same")
-        for tokens, heads in ((1, 96), (8, 12), (9, 12), (16, 6)):
-            found = choose("mla_query", SAME, tokens, heads, gpu()).config
-            assert found.tile_m == (8 if tokens <= 8 else 16)
-            assert found in known
+    assert configs("mla_query", "16bit+same") == (OTHER,)
 
 
 def test_a_table_of_separate_kernels_is_read_as_it_was_written(
@@ -129,7 +119,7 @@ def test_a_table_of_separate_kernels_is_read_as_it_was_written(
     fields = json.loads(json.dumps(entry.fields()))
     assert fields["us"]["separate"] == 5.0
     assert entry_of("16bit+same", fields) == entry
-    both = {"mla_query": {FEW: 3.0, mla_query.UNTUNED: 3.02}, "separate": {None: 4.0}}
+    both = {"mla_query": {OTHER: 3.0, mla_query.UNTUNED: 3.02}, "separate": {None: 4.0}}
     preferred = measured("16bit+same", 96, both, preferred=mla_query.UNTUNED)
     assert "preferred" in preferred.fields()
     assert entry_of("16bit+same", preferred.fields()) == preferred
@@ -183,28 +173,39 @@ def test_warmup_of_the_norms_and_the_value(fake_h200: FakeGpu) -> None:
     assert compiled("mla_value", *flags) == names(mla_value, gated[1:])
 
 
-def test_warmup_of_the_query_has_what_runs_in_its_place() -> None:
-    """But the product of q_b; and no clusters where the GPU has none."""
-    every = names_in("mla_query", kv_cache=["bf16", "fp8"], weight_is_static=True)
-    kernels = ("mla_decode_query", "q_kv_rms_norms", "head_product", "mla_decode_epilogue")
-    found = {kernel: {n for n in every if f"::{kernel}<" in n} for kernel in kernels}
-    assert all(found.values())
-    assert set(every) == set().union(*found.values())
-    for kind in ("16bit+same", "fp8+fp8"):
-        variant = mla_query.Variant.of_kind(kind)
-        for config in configs("mla_query", kind):
-            assert config.name_expression(variant) in found["mla_decode_query"]
-        plain = mla_decode.Variant.of_kind(kind)
-        for other in configs("mla_decode", kind):
-            assert other.name_expression(plain) in found["mla_decode_epilogue"]
-    absorb = mla_value.Variant("bfloat16", weight_is_static=True, absorb=True)
-    assert found["head_product"] == {
-        c.name_expression(absorb) for c in configs("mla_value", "absorb")
+def test_warmup_of_the_query_has_what_runs_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norms, q_b, the absorbed product and the epilogue, where any of the calls is theirs."""
+    kernels = ("mla_decode_query", "q_kv_rms_norms", "head_product", "mla_decode_epilogue", "q_b")
+
+    def found(machine: Any = None, **options: Any) -> dict[str, set[str]]:
+        every = names_in("mla_query", machine, kv_cache="fp8", weight_is_static=True, **options)
+        of = {kernel: {n for n in every if f"::{kernel}<" in n} for kernel in kernels}
+        of["q_b"] = set(every).difference(*of.values())
+        return of
+
+    few = found(tokens=range(1, 17))
+    assert not any(few[kernel] for kernel in kernels[1:])
+    for tile, config in itertools.product(mla_query.TILES, configs("mla_query", "fp8+fp8")):
+        variant = replace(mla_query.Variant.of_kind("fp8+fp8"), tile_m=tile)
+        assert config.name_expression(variant) in few["mla_decode_query"]
+    for of in (found(tokens=(1, 17)), found(A100, tokens=1)):
+        plain = mla_decode.Variant.of_kind("fp8+fp8")
+        for other in configs("mla_decode", "fp8+fp8"):
+            assert other.name_expression(plain) in of["mla_decode_epilogue"]
+        absorb = mla_value.Variant("bfloat16", weight_is_static=True, absorb=True)
+        assert of["head_product"] == {
+            c.name_expression(absorb) for c in configs("mla_value", "absorb")
+        }
+        assert of["q_kv_rms_norms"] and of["q_b"]
+    assert not found(A100, tokens=1)["mla_decode_query"]
+    slower = replace(query_of(96, 6.0, 5.0), problem="fp8+fp8")
+    only(monkeypatch, table_of(slower))  # where they are the faster
+    assert found(tokens=8)["head_product"]
+    named = names_in("mla_query", kv_cache="bf16", config=OTHER)
+    assert set(named) == {
+        OTHER.name_expression(mla_query.Variant("bfloat16", tile_m=tile))
+        for tile in mla_query.TILES
     }
-    on_a100 = names_in("mla_query", A100, kv_cache="bf16")
-    assert on_a100 and not any("mla_decode_query" in name for name in on_a100)
-    named = names_in("mla_query", kv_cache="bf16", config=MANY)
-    assert named == [MANY.name_expression(mla_query.Variant("bfloat16"))]
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def compute(problem: MlaProblem, pdl: bool, given: Mapping[str, Any], stream: An
     q = linear.low_latency_linear(q_a, given["w_q_b"], weight_is_static=static, stream=stream)
     q = q.reshape(problem.num_tokens, problem.num_heads, QK_HEAD_DIM)
     return fused_mla_decode_q_concat_kv_cache_insert(
-        _absorbed(q[..., :QK_NOPE_HEAD_DIM], given["w_uk"], weight_is_static=static, **how),
+        absorbed_query(q[..., :QK_NOPE_HEAD_DIM], given["w_uk"], weight_is_static=static, **how),
         q[..., QK_NOPE_HEAD_DIM:],
         kv_c_normed,
         qkv_a[:, slice(*_K_PE)],
@@ -151,32 +151,41 @@ def _parts(problem: MlaProblem, pdl: bool) -> tuple[Part, Part, Part]:
 # --- The absorbed query: the kernel of the value, of other widths --------------------------------
 
 
-def _absorbed(
-    q_nope: Any, w_uk: Any, *, weight_is_static: bool, stream: Any, pdl: bool | None
+def absorbed_query(
+    q_nope: Any,
+    w_uk: Any,
+    *,
+    out: Any = None,
+    weight_is_static: bool = False,
+    stream: Any = None,
+    pdl: bool | None = None,
+    config: mla_value.MlaValueConfig | None = None,
 ) -> Any:
-    """Return ``q_nope[b, h] @ w_uk[h]``, a new [B, H, 512] tensor of q_nope's framework.
+    """Return ``q_nope[b, h] @ w_uk[h]``, [B, H, 512]; checks no more than the query front needs.
 
     Args:
         q_nope: [B, H, 128], bfloat16 or float16. Inner stride 1.
         w_uk: [H, 128, 512], same type. Inner stride 1.
+        out: [B, H, 512], contiguous, to be written instead of a new tensor of q_nope's framework.
         weight_is_static: the promise of the query front.
         stream: that of its call.
         pdl: programmatic dependent launch.
+        config: how a head is shared out; None takes the measured one.
     """
-    return _ABSORBED((q_nope, w_uk, None), (weight_is_static, pdl, None), stream)
+    return _ABSORBED((q_nope, w_uk, out), (weight_is_static, pdl, config), stream)
 
 
 def _accept(values: Values, given: Given) -> HeadProblem:
     return accept_absorbed(values, weight_is_static=given["weight_is_static"])
 
 
-def _choose(problem: HeadProblem, gpu: DeviceInfo, _: Given) -> Choice:
+def _choose(problem: HeadProblem, gpu: DeviceInfo, given: Given) -> Choice:
     tokens, heads = problem.num_tokens, problem.num_heads
-    return choose(mla_value.KERNEL, problem.variant, tokens, heads, gpu)
+    return choose(mla_value.KERNEL, problem.variant, tokens, heads, gpu, given["config"])
 
 
 _ABSORBED = Operation(
-    function=_absorbed,
+    function=absorbed_query,
     kernel=mla_value,
     arguments=ABSORBED,
     options=("weight_is_static", "pdl", "config"),
