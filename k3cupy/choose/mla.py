@@ -141,9 +141,7 @@ def _by_rounds(num_heads: int, gpu: DeviceInfo) -> Choice:
     told = f"no measured table has {num_heads} heads; {gpu.name} runs {at_once} clusters at once"
     rounds = _rounds(num_heads, gpu)
     if rounds > _MOST_ROUNDS:
-        return Choice(
-            mla_query.SEPARATE, None, f"{told}, and twice as many with half the registers"
-        )
+        return Choice(mla_query.SEPARATE, None, f"{told}, and twice as many with two blocks an SM")
     return Choice(MLA_QUERY, _FEW_AND_MANY[MLA_QUERY][rounds - 1], told)
 
 
