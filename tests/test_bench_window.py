@@ -12,7 +12,8 @@ from bench_helpers import Small, on_no_gpu, timed_as
 from fake_device import H200, STREAM, FakeDevice
 from helpers import BF16
 
-from k3cupy.bench import layers, public, step, window
+from k3cupy.bench import layers, public, window
+from k3cupy.bench import step as steps_of_attention
 from k3cupy.bench.layers import (
     COLUMNS,
     CUBLAS,
@@ -74,11 +75,11 @@ def test_every_kernel_of_the_plan_can_run_here() -> None:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+def device(fake_device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     stream = type("Stream", (), {"cuda_stream": STREAM})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    return FakeDevice(monkeypatch)
+    return fake_device
 
 
 @pytest.mark.parametrize(
@@ -231,9 +232,8 @@ def test_the_best_candidate_in_the_window_runs(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("tokens", [1, 16, 64])
 def test_each_column_runs_what_it_is_named_for(tokens: int, device: FakeDevice) -> None:
-    ran = {
-        c: {s.name: s.ran for s in layers.mla_front(tokens, "cpu").steps(c, None)} for c in COLUMNS
-    }
+    made = layers.mla_front(tokens, "cpu")
+    ran = {c: {each.name: each.ran for each in made.steps(c, None)} for c in COLUMNS}
     q_a, q_b = "qkv_a 2112x7168", "q_b 2304x1536"
     assert {ran[CUBLAS][q_a], ran[CUBLAS][q_b]} == {"linear"}
     assert {ran[STRUCTURE][q_a], ran[STRUCTURE][q_b]} == {"fused_a" if tokens <= 16 else "linear"}
@@ -341,7 +341,7 @@ def test_the_remarks_say_what_fewer_launches_are_worth() -> None:
 
 def test_the_command_line_knows_every_window_and_step() -> None:
     assert tuple(WINDOWS) == bench._WINDOWS
-    assert step.KINDS == bench._STEPS
+    assert steps_of_attention.KINDS == bench._STEPS
 
 
 # --- On a GPU ------------------------------------------------------------------------------------
