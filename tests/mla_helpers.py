@@ -97,9 +97,13 @@ class MlaCall:
         return OUTPUTS[self.kind]
 
     @property
+    def names_first(self) -> str:
+        return FIRST[self.kind]
+
+    @property
     def first(self) -> torch.Tensor:
         """The input that the others follow."""
-        tensor: torch.Tensor = self.args[FIRST[self.kind]]
+        tensor: torch.Tensor = self.args[self.names_first]
         return tensor
 
     @property

@@ -56,11 +56,6 @@ class LayerCall(MlaCall):
         return INPUTS[self.kind][0]
 
     @property
-    def first(self) -> torch.Tensor:
-        tensor: torch.Tensor = self.args[self.names_first]
-        return tensor
-
-    @property
     def heads(self) -> int:
         weight = {NORM: "q_weight", QUERY: "w_uk", VALUE: "w_uv"}[self.kind]
         return int(self.args[weight].shape[0])
@@ -154,7 +149,13 @@ def up_projections(
 
 
 def qkv_a_of(
-    tokens: int, dtype: torch.dtype, device: str, *, seed: int = 0, width: int = QKV_A, shift: int = 0
+    tokens: int,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    seed: int = 0,
+    width: int = QKV_A,
+    shift: int = 0,
 ) -> torch.Tensor:
     """Columns of a wider tensor that is NaN everywhere else; each token has a size of its own."""
     values = random_values((tokens, QKV_A), torch.float32, 10 * seed)
@@ -255,6 +256,10 @@ class LayerForm:
         return self.kind == QUERY
 
     @property
+    def cache_width(self) -> int:
+        return oracle.DS_MLA_BYTES if "ds_mla" in self.name else oracle.ROW
+
+    @property
     def scales(self) -> tuple[str, ...]:
         """The scales that it takes."""
         names = {"fp8": ("q_scale_inv", "cache_scale_inv"), "uint8": ("cache_scale_inv",)}
@@ -304,8 +309,6 @@ LAYER_FORMS = {
 }
 QUERY_FORMS = [form for form in LAYER_FORMS.values() if form.kind == QUERY]
 each_layer_form = pytest.mark.parametrize("form", LAYER_FORMS.values(), ids=str)
-
-
 
 
 # --- Layouts -------------------------------------------------------------------------------------

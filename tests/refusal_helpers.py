@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import oracle
 import pytest
 import torch
-from helpers import BF16, exactly, moved
+from helpers import BF16, FP16, every_other, exactly, moved, padded
 from mla_helpers import MlaCall, as_out, poisoned_outs, refused
+
+FLOATS_OF_8_BITS = (torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+_SCALED = ("decode", "query")
+"""The kinds whose cache has the format that scales and a flag name."""
 
 
 class Refusal(NamedTuple):
@@ -71,6 +77,76 @@ def of_no_tensors(form: Any) -> Iterator[Refusal]:
         yield Refusal("on meta", name, lambda t: t.to("meta"), exactly("device meta"))
         # PyTorch's own words.
         yield Refusal("sparse", name, lambda t: t.to(BF16).to_sparse(), "storage|sparse|layout")
+
+
+# What operations with a cache have in common, of calls of eight tokens
+
+
+def of_the_cache(form: Any) -> Iterator[Refusal]:
+    width = form.cache_width
+    for other in (FP16, torch.float32, torch.int16, torch.int8, *FLOATS_OF_8_BITS):
+        told = name_of(other) + (f" rows of {width}" if form.kind not in _SCALED else "")
+        yield Refusal(
+            f"case16, case23 {other}", "kv_cache", lambda t, d=other: t.to(d), exactly(told)
+        )
+    yield Refusal("narrow", "kv_cache", lambda t: t[..., :-1], its_shape)
+    yield Refusal("wide", "kv_cache", lambda t: padded(t, 64), its_shape)
+    yield Refusal("2d", "kv_cache", lambda t: t[0], its_shape)
+    yield Refusal("4d", "kv_cache", lambda t: t[None], its_shape)
+    yield Refusal("inner stride", "kv_cache", every_other, exactly("inner stride 2"))
+    yield Refusal("expanded", "kv_cache", lambda t: t[:1].expand(t.shape), its_strides)
+    yield Refusal(
+        "rows that overlap",
+        "kv_cache",
+        lambda t: t.as_strided(t.shape, (16 * width, width - 1, 1)),
+        its_strides,
+    )
+    if form.kind in _SCALED and "ds_mla" in form.name:
+        narrow = torch.zeros(2, 16, 576, dtype=torch.uint8)
+        yield put("narrow rows", "kv_cache", narrow, its_shape)
+        wide = torch.zeros(2, 16, 656, dtype=BF16)
+        yield put("rows of the inputs' type", "kv_cache", wide, its_dtype)
+
+
+def of_slots_and_positions(form: Any) -> Iterator[Refusal]:
+    wrong = (torch.int16, torch.uint8, torch.int8, torch.uint64, torch.float32, torch.bool)
+    for name in ("slot_mapping", "positions"):
+        for dtype in wrong:
+            yield Refusal(
+                f"case10 {dtype}", name, lambda t, d=dtype: t.clamp(0, 1).to(d), its_dtype
+            )
+        yield Refusal("case09 few", name, lambda t: t[:-1], its_length)
+        yield Refusal("case09 none", name, lambda t: t[:0], its_length)
+        yield Refusal("2d", name, lambda t: t[:, None], its_shape)
+    table = "cos_sin_cache"
+    for dtype in (BF16, FP16, torch.float64):
+        yield Refusal(f"case23 {dtype}", table, lambda t, d=dtype: t.to(d), its_dtype)
+    yield Refusal("narrow", table, lambda t: t[:, :63], its_shape)
+    yield Refusal("wide", table, lambda t: padded(t, 64), its_shape)
+    yield Refusal("1d", table, lambda t: t[0], its_shape)
+    yield Refusal("case12 no rows", table, lambda t: t[:0], exactly("0"))
+    yield Refusal("inner stride", table, every_other, exactly("inner stride 2"))
+    for name in ("positions", table):
+        yield put("alone", name, None, exactly("None"), f"positions|{table}")
+
+
+def of_scales(form: Any) -> Iterator[Refusal]:
+    for name in form.scales:
+        for value in (math.nan, math.inf, -math.inf, 0.0, -0.0, -1.5, 1e39, 1e-50):
+            yield put(f"{value}", name, value, its_value)
+        for value in (10**400, 10**5000, Fraction(10**400)):  # the second has no repr
+            yield put("case40 an integer", name, value, exactly("one beyond every float"))
+        for dtype in (torch.float64, BF16, torch.int32):
+            yield Refusal(f"{dtype}", name, lambda t, d=dtype: t.to(d), its_dtype)
+        yield Refusal("two", name, lambda t: t.repeat(2), its_shape)
+        yield Refusal("empty", name, lambda t: t[:0], its_shape)
+        yield Refusal("one a token", name, lambda t: t.repeat(8), its_shape)
+        if form.kind not in _SCALED or name == "cache_scale_inv":
+            yield put("None", name, None, exactly("None"))
+    if form.kind in _SCALED and not {"cache_scale_inv"} & {*form.scales}:
+        yield put("not asked for", "cache_scale_inv", 1.5, exactly("a scale"))
+    if form.kind in _SCALED and "ds_mla" in form.name:
+        yield put("not asked for", "q_scale_inv", 1.5, exactly("a scale"))
 
 
 def problems_of(call: MlaCall, refusals: list[Refusal]) -> list[str]:

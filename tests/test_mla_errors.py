@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -38,16 +36,19 @@ from mla_helpers import (
     run_into_guarded_outs,
 )
 from refusal_helpers import (
+    FLOATS_OF_8_BITS,
     OVERLAP,
     Refusal,
     its_dtype,
-    its_length,
     its_shape,
     its_strides,
     its_type,
     its_value,
     name_of,
     of_no_tensors,
+    of_scales,
+    of_slots_and_positions,
+    of_the_cache,
     problems_of,
     put,
     with_shared_memory,
@@ -56,7 +57,6 @@ from refusal_helpers import (
 import k3cupy
 
 TOKENS, HEADS = 8, 3
-FLOATS_OF_8_BITS = (torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
 # The table
@@ -121,74 +121,6 @@ def of_inputs(form: Form) -> Iterator[Refusal]:
         yield Refusal("inner stride", name, every_other, exactly("inner stride 2"))
     yield Refusal("no heads", first, lambda t: t[:, :0], its_shape)
     yield Refusal("two heads", "k_pe", lambda t: t[:, None].repeat(1, 2, 1), its_shape)
-
-
-def of_the_cache(form: Form) -> Iterator[Refusal]:
-    dtype, width = base(form).cache.dtype, form.cache_width
-    for other in (FP16, torch.float32, torch.int16, torch.int8, *FLOATS_OF_8_BITS):
-        told = name_of(other) + (f" rows of {width}" if form.kind != "decode" else "")
-        yield Refusal(
-            f"case16, case23 {other}", "kv_cache", lambda t, d=other: t.to(d), exactly(told)
-        )
-    yield Refusal("narrow", "kv_cache", lambda t: t[..., :-1], its_shape)
-    yield Refusal("wide", "kv_cache", lambda t: padded(t, 64), its_shape)
-    yield Refusal("2d", "kv_cache", lambda t: t[0], its_shape)
-    yield Refusal("4d", "kv_cache", lambda t: t[None], its_shape)
-    yield Refusal("inner stride", "kv_cache", every_other, exactly("inner stride 2"))
-    yield Refusal("expanded", "kv_cache", lambda t: t[:1].expand(t.shape), its_strides)
-    yield Refusal(
-        "rows that overlap",
-        "kv_cache",
-        lambda t: t.as_strided(t.shape, (16 * width, width - 1, 1)),
-        its_strides,
-    )
-    if form.name == "decode-ds_mla":
-        narrow = torch.zeros(2, 16, 576, dtype=torch.uint8)
-        yield put("narrow rows", "kv_cache", narrow, its_shape)
-        wide = torch.zeros(2, 16, 656, dtype=BF16)
-        yield put("rows of the inputs' type", "kv_cache", wide, its_dtype)
-    assert dtype in (BF16, E4M3, torch.uint8)
-
-
-def of_slots_and_positions(form: Form) -> Iterator[Refusal]:
-    wrong = (torch.int16, torch.uint8, torch.int8, torch.uint64, torch.float32, torch.bool)
-    for name in ("slot_mapping", "positions"):
-        for dtype in wrong:
-            yield Refusal(
-                f"case10 {dtype}", name, lambda t, d=dtype: t.clamp(0, 1).to(d), its_dtype
-            )
-        yield Refusal("case09 few", name, lambda t: t[:7], its_length)
-        yield Refusal("case09 none", name, lambda t: t[:0], its_length)
-        yield Refusal("2d", name, lambda t: t[:, None], its_shape)
-    table = "cos_sin_cache"
-    for dtype in (BF16, FP16, torch.float64):
-        yield Refusal(f"case23 {dtype}", table, lambda t, d=dtype: t.to(d), its_dtype)
-    yield Refusal("narrow", table, lambda t: t[:, :63], its_shape)
-    yield Refusal("wide", table, lambda t: padded(t, 64), its_shape)
-    yield Refusal("1d", table, lambda t: t[0], its_shape)
-    yield Refusal("case12 no rows", table, lambda t: t[:0], exactly("0"))
-    yield Refusal("inner stride", table, every_other, exactly("inner stride 2"))
-    for name in ("positions", table):
-        yield put("alone", name, None, exactly("None"), f"positions|{table}")
-
-
-def of_scales(form: Form) -> Iterator[Refusal]:
-    for name in form.scales:
-        for value in (math.nan, math.inf, -math.inf, 0.0, -0.0, -1.5, 1e39, 1e-50):
-            yield put(f"{value}", name, value, its_value)
-        for value in (10**400, 10**5000, Fraction(10**400)):  # the second has no repr
-            yield put("case40 an integer", name, value, exactly("one beyond every float"))
-        for dtype in (torch.float64, BF16, torch.int32):
-            yield Refusal(f"{dtype}", name, lambda t, d=dtype: t.to(d), its_dtype)
-        yield Refusal("two", name, lambda t: t.repeat(2), its_shape)
-        yield Refusal("empty", name, lambda t: t[:0], its_shape)
-        yield Refusal("one a token", name, lambda t: t.repeat(TOKENS), its_shape)
-        if form.kind != "decode" or name == "cache_scale_inv":
-            yield put("None", name, None, exactly("None"))
-    if form.kind == "decode" and not form.scales:
-        yield put("not asked for", "cache_scale_inv", 1.5, exactly("a scale"))
-    if form.name == "decode-ds_mla":
-        yield put("not asked for", "q_scale_inv", 1.5, exactly("a scale"))
 
 
 def of_outputs(form: Form) -> Iterator[Refusal]:

@@ -1,4 +1,4 @@
-"""What the operations around an MLA layer's epilogue have in common: any size, in time, the same bits.
+"""What the operations around an MLA layer's epilogue have in common: any size, the same bits.
 
 Most of it runs on the CPU too, where it shows that the tests themselves are right.
 """
@@ -82,20 +82,12 @@ def test_any_number_of_tokens_and_heads(device: str, form: LayerForm, heads: int
 # Configurations and options
 
 
-def candidates(call: LayerCall) -> list[Any]:
-    """Those that can compute a call."""
-    found = KERNELS[call.kind].CANDIDATES
-    return [c for c in found if call.kind != QUERY or c.tile_m >= call.tokens]
-
-
 @forms("norm", "query", "value", "value-gate", "value-packed-gate")
 def test_every_configuration_is_right(device: str, form: LayerForm) -> None:
     """And gives its own bits every time."""
     for tokens in (5, 16):
         call = form.make(tokens, 2, device=device)
-        some = candidates(call)
-        assert some
-        for config in some:
+        for config in KERNELS[form.kind].CANDIDATES:
             run_into_guarded_outs(call, config=config)
             assert_same(bits_of(call, config=config), bits_of(call, config=config), str(config))
             if device == "cuda":
@@ -264,7 +256,7 @@ def test_the_judge_sees_what_is_wrong() -> None:
     ):
         with pytest.raises(AssertionError, match="mqa_q: "):
             layer_oracle.assert_as_good(call.given(**changed).run(), *steps)
-    for wrong in (torch.nan, torch.inf, 0.0):
+    for wrong in (torch.nan, torch.inf, good[1, 1, 300] + 0.06):
         bad = good.clone()
         bad[1, 1, 300] = wrong
         with pytest.raises(AssertionError, match="mqa_q: "):

@@ -63,6 +63,16 @@ def test_gates_of_any_size(device: str, dtype: torch.dtype) -> None:
     run_and_check(call.given(latent=(call.first.double() * 2.0**-20).to(dtype), gate=gate))
 
 
+@pytest.mark.parametrize("gate", [False, True], ids=["", "gate"])
+def test_case47_subnormals_are_kept(device: str, gate: bool) -> None:
+    """Of products, sums and results."""
+    for packed in (False, True):
+        call = make_value(5, 2, packed=packed, gate=gate, device=device)
+        tiny = (call.first.double() * 2.0**-130).to(BF16)
+        out = run_and_check(call.given(latent=tiny))
+        assert out.count_nonzero() > out.numel() / 2
+
+
 @pytest.mark.gpu
 @gibibytes(10)
 def test_strides_past_2_31(needs_memory: None) -> None:

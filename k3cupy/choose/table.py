@@ -9,7 +9,7 @@ then for each problem a list of entries, one a size. A problem is parsed when it
 | mla_decode    | formats, as ``16bit+same``                 | tokens times (heads + 1)   |
 | mla_prefill   | the operation's name                       | tokens times heads         |
 | mla_norm      | ``norm``                                   | tokens                     |
-| mla_query     | formats, as ``16bit+same``                 | tokens times heads         |
+| mla_query     | ``12 heads``                               | tokens                     |
 | mla_value     | ``value``, ``value+gate``, ``absorb``      | tokens times heads         |
 """
 

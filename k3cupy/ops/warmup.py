@@ -12,6 +12,7 @@ import inspect
 import itertools
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from k3cupy import projections
@@ -179,9 +180,7 @@ def _mla_query(
         range(1, fused_a_gemm.MAX_TOKENS + 1) if tokens is None else tokens, _MOST_ROWS
     )
     shares = tokens_of(heads, _MOST_ROWS, "heads")
-    flags = rope, weight_is_static, mla_query.TILES
-    variants = _of_formats(mla_query.Variant, dtype, kv_cache, query_fp8, *flags)
-    fused = _epilogue(mla_query, None, variants, config)
+    variants = _of_formats(mla_query.Variant, dtype, kv_cache, query_fp8, rope, weight_is_static)
     statics = itertools.product(_named("dtype", dtype, CTYPES), _several(weight_is_static))
     absorbed = [mla_value.Variant(k, weight_is_static=s, absorb=True) for k, s in statics]
     separate = (
@@ -190,16 +189,18 @@ def _mla_query(
         _mla_decode(dtype, kv_cache, query_fp8, rope),
     )
 
-    def is_apart(count: int, gpu: DeviceInfo) -> bool:
-        few = gpu.has_clusters and count <= mla_query.MAX_TOKENS
-        calls = itertools.product(variants, shares if few else ())
-        of_mla = (choose_mla(mla_query.KERNEL, v, count, share, gpu) for v, share in calls)
-        return not few or any(choice.config is None for choice in of_mla)
-
     def wanted(gpu: DeviceInfo) -> Iterator[Instance]:
-        if gpu.has_clusters and min(counts) <= mla_query.MAX_TOKENS:
-            yield from fused(gpu)
-        apart = [count for count in counts if config is None and is_apart(count, gpu)]
+        few = [n for n in counts if gpu.has_clusters and n <= mla_query.MAX_TOKENS]
+        chosen = {
+            n: [choose_mla(mla_query.KERNEL, None, n, share, gpu, config) for share in shares]
+            for n in few
+        }
+        pairs = ((mla_query.tile_of(n), c.config) for n, of in chosen.items() for c in of)
+        fused = [pair for pair in dict.fromkeys(pairs) if pair[1] is not None]
+        for variant, (tile, each) in itertools.product(variants, fused):
+            yield each.instance(replace(variant, tile_m=tile))
+        one_launch = {n for n, of in chosen.items() if all(c.config for c in of)}
+        apart = [n for n in counts if config is None and n not in one_launch]
         if apart:
             for part in separate:
                 yield from part(gpu)

@@ -109,7 +109,7 @@ class CudaMeter:
     def _made(self, target: Target) -> Bench:
         if isinstance(target, GemmTarget):
             return GemmBench(target.n, target.k, target.tokens, target.residual, self._pool)
-        named = target.problem, target.tokens, target.heads
+        named = target.kind, target.tokens, target.heads
         if target.family in _WITH_WEIGHTS:
             make_step, shape_of = _WITH_WEIGHTS[target.family]
             return LayerBench(make_step(*named), shape_of(target.heads), self._pool)

@@ -38,7 +38,7 @@ KINDS = {
     MLA_DECODE: _FORMATS,
     MLA_PREFILL: mla_prefill.OPS,
     MLA_NORM: (mla_norm.Variant("bfloat16").kind,),
-    MLA_QUERY: _FORMATS,
+    MLA_QUERY: _FORMATS[:1],
     MLA_VALUE: (mla_value.GATED, mla_value.VALUE, mla_value.ABSORB),
 }
 """Problems of the kernels of an MLA layer: query format + cache format, or what is computed."""
@@ -170,15 +170,20 @@ def _best(
 class MlaTarget(_Target):
     """A call of a kernel of an MLA layer, without RoPE, rows at multiples of 16 bytes.
 
-    The query front is timed beside the separate kernels that compute the same.
+    The query front is timed in 16 bits, beside the separate kernels that compute the same.
     """
 
     family: str
-    problem: str
+    kind: str
     tokens: int
     heads: int
 
     follows = None
+
+    @property
+    def problem(self) -> str:
+        """What tables list it as."""
+        return mla.problem_of(self.family, self.kind, self.heads)
 
     @property
     def beside(self) -> tuple[Candidate, ...]:
@@ -198,10 +203,9 @@ class MlaTarget(_Target):
         """Return what bfloat16 inputs run."""
         of_kernel: Any = KERNELS[self.family].Variant
         make = of_kernel if self.family == MLA_PREFILL else of_kernel.of_kind
-        variant = make(self.problem, "bfloat16")
+        variant = make(self.kind, "bfloat16")
         if self.family == MLA_QUERY:
-            tile = next(tile for tile in mla_query.TILES if self.tokens <= tile)
-            variant = replace(variant, tile_m=tile)
+            variant = replace(variant, tile_m=mla_query.tile_of(self.tokens))
         found: Instance = candidate.config.instance(variant)
         return found
 
