@@ -12,6 +12,7 @@ import mla_layer_oracle as layer_oracle
 import oracle
 import pytest
 import torch
+from array_helpers import cupy_of, wrapped
 from fake_device import (
     A100,
     B200,
@@ -29,6 +30,7 @@ from fake_device import (
 from golden_recording import Shipped, signature_of
 from helpers import BF16, E4M3
 from mla_layer_helpers import QUERY_FORMS, LayerForm, make_query
+from stream_helpers import captured
 from test_mla_prefill_choice import gpu as another
 
 import k3cupy
@@ -466,37 +468,37 @@ def test_separate_operations_compute_the_same(form: LayerForm) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", QUERY_FORMS, ids=str)
 def test_separate_kernels_with_tensors_of_several_frameworks(form: LayerForm) -> None:
-    """PyTorch's bits, on the stream of the caller, with outputs made and given."""
+    """The bits of PyTorch's tensors, on the stream of the caller, with outputs made and given."""
     cupy = pytest.importorskip("cupy")
-
-    def as_cupy(tensor: torch.Tensor) -> Any:
-        flat = {1: torch.uint8, 2: torch.int16}.get(tensor.element_size())
-        bits = cupy.from_dlpack(tensor.view(flat) if flat else tensor)
-        return bits.view(cupy.dtype("bfloat16")) if tensor.dtype == BF16 else bits
-
-    call = form.make(20, 3, rope=True, device="cuda")
-    want, cache_of = call.run(), call.cache.snapshot()
+    call, mixed, alone = (form.make(20, 3, rope=True, device="cuda") for _ in range(3))
+    want, written = call.run(), call.cache.snapshot()
     torch.cuda.synchronize()
     assert call.explain().kernel == "separate"
-    some = ("w_q_b", "q_norm_weight", "w_uk")
-    mixed = form.make(20, 3, rope=True, device="cuda")
-    got = mixed.given(**{name: as_cupy(mixed.args[name]) for name in some}).run()
-    oracle.assert_same_bits(oracle.bits(got), oracle.bits(want), "with weights of CuPy")
-    oracle.assert_same_bits(mixed.cache.snapshot(), cache_of, "the cache")
-    alone = form.make(20, 3, rope=True, device="cuda")
-    arrays = {n: as_cupy(v) for n, v in alone.args.items() if isinstance(v, torch.Tensor)}
+    weights = wrapped(mixed, cupy_of, "w_q_b", "q_norm_weight", "w_uk")
+    assert k3cupy.explain_mla_decode_query(**weights).kernel == "separate"
+    out = torch.empty_like(want)
+    for given in ({}, {"out": out}):
+        got = mixed.run(**weights, **given)
+        assert isinstance(got, torch.Tensor)
+        oracle.assert_same_bits(oracle.bits(got), oracle.bits(want), "with weights of CuPy")
+    assert got is out
+    oracle.assert_same_bits(mixed.cache.snapshot(), written, "the cache")
     stream = cupy.cuda.Stream(non_blocking=True)
     torch.cuda.synchronize()
-    found = k3cupy.fused_mla_decode_query(**{**alone.args, **arrays}, stream=stream)
+    found = alone.run(**wrapped(alone, cupy_of), stream=stream)
     stream.synchronize()
+    assert isinstance(found, cupy.ndarray)
     bits = torch.from_dlpack(found.view({1: cupy.uint8, 2: cupy.int16}[found.itemsize]))
     oracle.assert_same_bits(bits, oracle.bits(want).view(bits.dtype), "with CuPy alone")
-    oracle.assert_same_bits(alone.cache.snapshot(), cache_of, "the cache")
+    oracle.assert_same_bits(alone.cache.snapshot(), written, "the cache")
 
 
 @pytest.mark.gpu
-def test_separate_kernels_under_autocast_and_on_another_stream() -> None:
-    call = make_query(20, 3, device="cuda")
+@pytest.mark.parametrize("tokens", [20, 100])
+def test_separate_kernels_under_autocast_and_on_another_stream(tokens: int) -> None:
+    """Also where q_b is the framework's linear, whose types autocast would change."""
+    call = make_query(tokens, 3, device="cuda")
+    assert ("the framework's linear" in call.explain().reason) == (tokens == 100)
     want = call.run()
     with torch.autocast("cuda", torch.float16):
         got = call.run()
@@ -507,3 +509,25 @@ def test_separate_kernels_under_autocast_and_on_another_stream() -> None:
         got = call.run(stream=side)
     side.synchronize()
     oracle.assert_same_bits(oracle.bits(got), oracle.bits(want), "on another stream")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", QUERY_FORMS, ids=str)
+def test_separate_kernels_in_a_captured_graph(form: LayerForm) -> None:
+    """What lies between them belongs to the graph: other work in between does not touch it."""
+    call = form.make(20, 12, rope=True, device="cuda")
+    clean = call.cache.storage.clone()
+    out = torch.empty_like(call.run())
+    graph, _ = captured(lambda: call.run(out=out))
+    first = call.first.clone()
+    for scale in (1.0, -2.0, 0.5):
+        call.first.copy_(first * scale)
+        call.cache.storage.copy_(clean)
+        want, written = call.run(), call.cache.snapshot()
+        call.cache.storage.copy_(clean)
+        out.view(torch.uint8).fill_(255)
+        noise = [torch.full((1 << 18,), torch.nan, device="cuda") for _ in range(20)]
+        graph.replay()
+        del noise
+        oracle.assert_same_bits(oracle.bits(out), oracle.bits(want), f"times {scale}")
+        oracle.assert_same_bits(call.cache.snapshot(), written, "the cache")
