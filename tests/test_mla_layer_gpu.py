@@ -24,6 +24,7 @@ from mla_layer_helpers import (
     LayerCall,
     LayerForm,
     each_layer_form,
+    in_one_launch,
     make_query,
     make_value,
 )
@@ -77,6 +78,8 @@ def test_any_number_of_tokens_and_heads(device: str, form: LayerForm, heads: int
         result = run_into_guarded_outs(call)
         again = bits_of(call)[: len(call.outputs)]
         assert_same(again, [oracle.bits(t) for t in as_list(result)], f"{tokens} tokens, again")
+        if form.kind == QUERY and tokens <= mla_query.MAX_TOKENS:
+            run_into_guarded_outs(call, config=in_one_launch(device))
 
 
 # Configurations and options

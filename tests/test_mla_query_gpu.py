@@ -17,12 +17,11 @@ from mla_layer_helpers import (
     LayerCall,
     LayerForm,
     in_layout,
+    in_one_launch,
     make_query,
     qkv_a_of,
 )
 from oracle import LATENT
-
-from k3cupy.kernels import mla_query
 
 each_format = pytest.mark.parametrize("form", QUERY_FORMS, ids=str)
 each_dtype = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
@@ -43,13 +42,6 @@ def wild(form: LayerForm, tokens: int, **options: Any) -> LayerCall:
     return call
 
 
-def one_order(call: LayerCall) -> dict[str, Any]:
-    """Options with which all formats sum up in one order, whatever tables name for each."""
-    if call.device == "cpu" or call.tokens > mla_query.MAX_TOKENS:
-        return {}
-    return {"config": mla_query.UNTUNED} if torch.cuda.get_device_capability()[0] >= 9 else {}
-
-
 @pytest.mark.parametrize("rope", [False, True], ids=["", "rope"])
 @each_dtype
 @each_format
@@ -59,7 +51,8 @@ def test_every_format(device: str, form: LayerForm, dtype: torch.dtype, rope: bo
         scales = {"scale_tensors": tokens == 16}
         call = wild(form, tokens, dtype=dtype, rope=rope, device=device, **scales)
         run_into_guarded_outs(call)
-        options = one_order(call)
+        # All formats sum up in one order, whatever tables name for each.
+        options = {"config": in_one_launch(device)} if tokens <= 16 else {}
         plain = call.given(positions=None, cos_sin_cache=None, q_scale_inv=None).run(**options)
         parts = {"ql_nope": plain[..., :LATENT], "q_pe": plain[..., LATENT:]}
         want = oracle.bits(call.epilogue(kv_cache=call.cache.tensor, **parts))[..., LATENT:]
