@@ -95,23 +95,23 @@ LARGE = gpu("X", 132)
 """It runs 15 clusters at once."""
 
 
-def test_heads_in_rounds_of_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One block a multiprocessor, then two; beyond that separate kernels, without a table."""
+def test_heads_whose_clusters_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block a multiprocessor for these, and two for more, without a table."""
     only(monkeypatch)
     assert LARGE.clusters_at_once(mla_query.CLUSTER) == 15
-    for heads, wanted in ((1, ONE), (15, ONE), (16, TWO), (30, TWO), (31, None), (96, None)):
+    for heads, wanted in ((1, ONE), (15, ONE), (16, TWO), (30, TWO), (96, TWO)):
         for tokens in (1, 16):
             found = choose_query(tokens, heads, LARGE)
-            assert found.kernel == ("separate" if wanted is None else "mla_query")
-            assert (found.config, found.origin) == (wanted, "rule")
-            assert f"no measured table has {heads} heads; X runs 15 clusters" in found.reason
+            assert (found.kernel, found.config, found.origin) == ("mla_query", wanted, "rule")
+            told = f"no measured table has {heads} heads, a cluster each; X runs 15 at once"
+            assert found.reason == told
         assert choose_query(4, heads, LARGE, OTHER).config == OTHER
     few = gpu("Y", 20)  # two of eight blocks
-    assert [choose_query(1, heads, few).config for heads in (2, 4, 5)] == [ONE, TWO, None]
+    assert [choose_query(1, heads, few).config for heads in (2, 3)] == [ONE, TWO]
 
 
-def test_a_table_speaks_for_as_many_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the heads that are listed the nearest in as many rounds, then the nearest tokens."""
+def test_a_table_speaks_for_heads_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those whose clusters run at once or do not; of these the nearest, then the nearest tokens."""
     entries = [
         query_of(12, 1, 3.0, 4.5),
         query_of(12, 16, 3.5, 4.6, mla_query.CANDIDATES[3]),
@@ -125,7 +125,7 @@ def test_a_table_speaks_for_as_many_rounds(monkeypatch: pytest.MonkeyPatch) -> N
         (9, 15, mla_query.CANDIDATES[3]),
         (1, 16, TWO),
         (16, 30, TWO),
-        (1, 31, None),
+        (1, 90, None),
     ):
         found = choose_query(tokens, heads, LARGE)
         assert (found.config, found.origin) == (config, "shipped"), (tokens, heads)
@@ -235,9 +235,9 @@ def test_warmup_of_the_query_has_what_runs_in_its_place(monkeypatch: pytest.Monk
         assert few["mla_decode_query"] == {
             config.name_expression(replace(of_kind, tile_m=tile)) for tile in mla_query.TILES
         }
-    both = found(tokens=(1, 16), heads=(12, 24, 96))
+    both = found(tokens=(1, 16, 17), heads=(12, 24))
     assert len(both["mla_decode_query"]) == 4
-    assert all(both.values()), "96 heads run separate kernels"
+    assert all(both.values())
     for of in (found(tokens=(1, 17)), found(A100, tokens=1)):
         plain = mla_decode.Variant.of_kind("fp8+fp8")
         for other in configs("mla_decode", "fp8+fp8"):
