@@ -109,7 +109,7 @@ def test_prefill_instances_are_those_of_a_call(op: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("tokens", [8, 9])
-@pytest.mark.parametrize("kind", KINDS["mla_query"])
+@pytest.mark.parametrize("kind", KINDS["mla_decode"])
 def test_query_instances_are_those_of_a_call(
     kind: str, tokens: int, fake_device: FakeDevice
 ) -> None:
@@ -169,7 +169,7 @@ def test_a_whole_run(op: str) -> None:
     assert kept(op) == {e.key: kept(op)[e.key] for e in report.entries}
     text = str(report)
     assert f"{len(targets)} measured now, 0 before" in text and "framework" not in text
-    assert all(f"{kind} " in text for kind in KINDS[op])
+    assert all(f"{target.problem} " in text for target in targets)
     assert run(FakeMeter(), op=op).num_measured == 0, "nothing twice"
 
 
@@ -195,12 +195,12 @@ def test_separate_kernels_are_what_the_query_front_has_to_beat() -> None:
 def test_ties_of_the_query_front_are_settled_beside_separate_kernels() -> None:
     one, other = (Candidate("mla_query", c) for c in KERNELS["mla_query"].CANDIDATES[:2])
     entries = [
-        entry_from("16bit+same", 12, {SEPARATE: 9.0, one: 5.0, other: 5.02}),
-        entry_from("16bit+same", 24, {SEPARATE: 9.0, one: 6.0, other: 5.0}),
-        entry_from("16bit+same", 192, {SEPARATE: 4.0, one: 5.0, other: 5.0}),
+        entry_from("12 heads", 1, {SEPARATE: 9.0, one: 5.0, other: 5.02}),
+        entry_from("12 heads", 2, {SEPARATE: 9.0, one: 6.0, other: 5.0}),
+        entry_from("12 heads", 16, {SEPARATE: 4.0, one: 5.0, other: 5.0}),
     ]
     found = settled(entries)
-    assert {key: entry.config for key, entry in found.items()} == {("16bit+same", 12): other.config}
+    assert {key: entry.config for key, entry in found.items()} == {("12 heads", 1): other.config}
 
 
 A, B, C = (Candidate("mla_decode", config) for config in DECODE[:3])
@@ -264,7 +264,8 @@ def test_what_is_wrong_is_refused(op: str) -> None:
         kinds=[kind],
         tokens=[4],
     )
-    assert report.refused == (f"{kind}, M = 4, {wrong}: result 0 differs",)
+    problem = "12 heads" if op == "mla_query" else kind
+    assert report.refused == (f"{problem}, M = 4, {wrong}: result 0 differs",)
     (entry,) = report.entries
     assert wrong.config not in entry.times[op]
 
@@ -371,6 +372,10 @@ def test_a_dry_run_of_the_command() -> None:
         "  fp8+fp8: M = 2; 18 candidates",
         "  16bit+fp8: M = 8, 2; 18 candidates",
     ]
+    arguments = "tune --device 0 --op mla_value --kind absorb --tokens 4 --dry-run"
+    done = CliRunner().invoke(main, arguments.split())
+    count = len(KERNELS["mla_value"].CANDIDATES)
+    assert done.output.splitlines()[1:] == [f"  absorb: M = 4; {count} candidates"]
 
 
 # How a GPU measures them
@@ -425,7 +430,7 @@ def test_a_step_of_norms_tells_right_from_wrong(device: str) -> None:
     assert str(step.check(slip)).startswith("element (2, 5) of kv_c_normed is ")
 
 
-@pytest.mark.parametrize("kind", KINDS["mla_query"])
+@pytest.mark.parametrize("kind", KINDS["mla_decode"])
 def test_a_step_of_the_query_front_tells_right_from_wrong(kind: str, device: str) -> None:
     step = QueryStep(kind, 4, 2, device)
     layer = torch.randn(layer_shape(2), device=device).to(torch.bfloat16)
