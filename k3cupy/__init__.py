@@ -89,7 +89,7 @@ _HOMES = {
     "low_latency_linear": "k3cupy.ops.linear",
     "prepare": "k3cupy.ops.prepare",
     "reset_dispatch_report": "k3cupy.ops.dispatch_report",
-    "select_backend": "k3cupy.ops.linear",
+    "select_backend": "k3cupy.ops.select_backend",
     "set_batch_invariant": "k3cupy.ops.batch_invariance",
     "show_config": "k3cupy.runtime.config",
     "skinny_gemm": "k3cupy.ops.skinny_gemm",
@@ -116,7 +116,6 @@ if TYPE_CHECKING:
     from k3cupy.ops.linear import (
         explain_low_latency_gemm,
         low_latency_linear,
-        select_backend,
         try_low_latency_gemm,
     )
     from k3cupy.ops.mla_decode import explain_mla_decode, fused_mla_decode_q_concat_kv_cache_insert
@@ -129,6 +128,7 @@ if TYPE_CHECKING:
         fused_mla_qkv_quant_kv_cache_fp8_insert,
     )
     from k3cupy.ops.prepare import PreparedCall, prepare
+    from k3cupy.ops.select_backend import select_backend
     from k3cupy.ops.skinny_gemm import explain_skinny_gemm, skinny_gemm
     from k3cupy.ops.warmup import warmup
     from k3cupy.runtime.config import config_info, show_config

@@ -100,7 +100,9 @@ def plain(table: Table) -> str:
         emoji=False,
     )
     endless = console.options.update_width(1 << 20)
-    console.width = max(_width(), Measurement.get(console, endless, table).minimum)
+    narrowest = Measurement.get(console, endless, table).minimum
+    if narrowest > console.width:
+        console.width = narrowest + _WIDTH // 2  # what is beside long names is told in lines too
     with console.capture() as shown:
         console.print(table)
     return printable("\n".join(map(str.rstrip, shown.get().splitlines())))
