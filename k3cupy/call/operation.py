@@ -16,7 +16,7 @@ from k3cupy.call.choice import Choice
 from k3cupy.call.launch import Launch
 from k3cupy.call.plans import CudaPlan, Plan, PlanCache, Reference, ReferencePlan, Verify, stamp
 from k3cupy.call.repeat import MISS, Repeat, filled
-from k3cupy.runtime import devices, env, tracing
+from k3cupy.runtime import devices, env, sources, tracing
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.tensors import is_traced
 
@@ -118,6 +118,7 @@ class Operation:
         checks = env.CHECK in env.values and env.check_enabled()
         verify = self.verify if checks else None
         if choice.runs_on == "cpu":
+            sources.warn_unused()
             return ReferencePlan(self.arguments, problem, self.reference, verify)
         launches: Sequence[Launch] = ()
         if problem.num_tokens:

@@ -355,6 +355,8 @@ def _make_route(
 
 
 def _framework_route(choice: Choice, values: Values) -> _Route:
+    if choice.runs_on == "cpu":
+        sources.warn_unused()
     check = producers.storage_check(OURS.arguments.names, values)
     check(values)  # or one storage that is too short would send every call of its signature here
     return _Route(_counter_of(choice, values), check, _repeat_of_framework, None)

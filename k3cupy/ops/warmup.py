@@ -109,15 +109,15 @@ def warmup(
 
 def wanted_of(op: str, options: dict[str, Any]) -> Wanted:
     """Check the options of a warm-up and return what it will compile."""
-    if op not in _OPERATIONS:
-        reject("op", " or ".join(map(repr, _OPERATIONS)), shown(op))
-    known = inspect.signature(_OPERATIONS[op]).parameters
+    if op not in OPERATIONS:
+        reject("op", " or ".join(map(repr, OPERATIONS)), shown(op))
+    known = inspect.signature(OPERATIONS[op]).parameters
     for name, value in options.items():
         if name not in known:
             reject(name, f"one of {', '.join(known)} with op={op!r}", shown(value), error=TypeError)
         if str(known[name].annotation).startswith("Flags"):
             _check_flags(name, value, known[name].default)
-    return _OPERATIONS[op](**options)
+    return OPERATIONS[op](**options)
 
 
 def _check_flags(name: str, value: Any, default: Any) -> None:
@@ -310,7 +310,7 @@ def _low_latency_linear(
     return wanted
 
 
-_OPERATIONS: dict[str, Callable[..., Wanted]] = {
+OPERATIONS: dict[str, Callable[..., Wanted]] = {
     "mla_decode": _mla_decode,
     "mla_prefill": _mla_prefill,
     **{op: functools.partial(_some_prefill, (op,)) for op in mla_prefill.OPS},
