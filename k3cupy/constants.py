@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import Final
 
+Q_LORA_RANK: Final = 1536
+"""Width of the low-rank query, what w_q_b multiplies."""
+
 KV_LORA_RANK: Final = 512
 """Width of the latent part of a cache row, the part without position."""
 

@@ -15,6 +15,15 @@ __device__ __forceinline__ void load_matrices(unsigned int (&matrix)[4], unsigne
                : "memory");
 }
 
+// The same four matrices, each transposed.
+__device__ __forceinline__ void load_matrices_transposed(unsigned int (&matrix)[4],
+                                                         unsigned int row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(matrix[0]), "=r"(matrix[1]), "=r"(matrix[2]), "=r"(matrix[3])
+               : "r"(row_address)
+               : "memory");
+}
+
 // Two of them: the rows of lanes 0 to 15.
 __device__ __forceinline__ void load_matrices(unsigned int (&matrix)[2], unsigned int row_address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"

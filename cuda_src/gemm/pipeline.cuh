@@ -48,6 +48,16 @@ __device__ __forceinline__ void copy_chunk_or_zeros_async(unsigned int target, c
                : "memory");
 }
 
+// Ends a group of a thread's copies, and waits until all but its last kGroups groups have arrived.
+__device__ __forceinline__ void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+template <int kGroups>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
+}
+
 // A block barrier for the first kThreads threads alone.
 template <int kThreads>
 __device__ __forceinline__ void sync_threads() {

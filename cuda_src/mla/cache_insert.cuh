@@ -56,12 +56,15 @@ __device__ __forceinline__ bool is_named(unsigned int slot, unsigned int first,
   return __any_sync(kFullWarp, found);
 }
 
-// The row of one token, of at most kBatches * kBatch. All threads of a warp.
-template <typename T, CacheFormat kFormat, bool kRope, bool kVector, unsigned int kBatches>
+// The row of one token, of at most kBatches * kBatch. All threads of a warp. `change` may change the
+// lane's chunks, which are on their way then.
+template <typename T, CacheFormat kFormat, bool kRope, bool kVector, unsigned int kBatches,
+          typename Change>
 __device__ __forceinline__ void insert_alone(unsigned int token, const char* nope_row,
                                              const char* rope_row, const SlotMapping& slots,
                                              const PagedCache<kVector>& cache,
-                                             const CastScale& scale, const RopeTable& table) {
+                                             const CastScale& scale, const RopeTable& table,
+                                             const Change& change) {
   const Index own(slots.base + token * slots.stride, slots.is_wide);
   const RowChunks map = {token, static_cast<int>(threadIdx.x % 32), 32};
   Chunk chunk[kWarpChunks];
@@ -76,6 +79,7 @@ __device__ __forceinline__ void insert_alone(unsigned int token, const char* nop
   }
   const float scale_inv = kFormat == CacheFormat::kFp8 ? scale.load() : 1.0f;
   const float* table_row = kRope ? table.row_of(token) : nullptr;
+  change(chunk);
   const long long value = own.value(slots.is_wide);
   const unsigned int slot = static_cast<unsigned int>(value);
   bool may_be = false;
@@ -158,7 +162,7 @@ __device__ __forceinline__ void insert_row(unsigned int first, const char* nope_
   const unsigned int token = first + threadIdx.x / 32;
   if (threadIdx.x >= kThreads / 32 * 32 || token >= slots.num_tokens) return;
   insert_alone<T, kFormat, kRope, kVector, kBatches>(token, nope_row, rope_row, slots, cache, scale,
-                                                     table);
+                                                     table, [](const auto&) {});
 }
 
 // Tokens first, ..., first + count - 1, at most LastWriters::kMaxTokens. All threads of the block.

@@ -14,7 +14,6 @@ def cache_values(problem: Any, num_tokens: int) -> dict[str, int]:
     block_size = max(views["kv_cache"].shape[1], 1)
     magic, shift = divisor_constants(block_size)
     return {
-        "k_pe_stride": byte_stride(views["k_pe"], 0),
         "cache_block_stride": byte_stride(views["kv_cache"], 0),
         "cache_token_stride": byte_stride(views["kv_cache"], 1),
         "num_tokens": num_tokens,

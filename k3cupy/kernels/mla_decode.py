@@ -36,7 +36,7 @@ _NOPE_CHUNKS = KV_LORA_RANK // CHUNK_ELEMENTS
 _TILE_LANES = 16
 _MAX_THREADS = 1024
 
-_CACHE_FORMATS = {"same": "kSame", "fp8": "kFp8", "ds_mla": "kDsMla"}
+CACHE_FORMATS = {"same": "kSame", "fp8": "kFp8", "ds_mla": "kDsMla"}
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Variant:
         """Return whether the kernel exists for this combination."""
         return (
             self.dtype in CTYPES
-            and self.cache in _CACHE_FORMATS
+            and self.cache in CACHE_FORMATS
             and not (self.query_fp8 and self.cache == "ds_mla")
         )
 
@@ -118,7 +118,7 @@ class MlaDecodeConfig(Tuned):
 
     def name_expression(self, variant: Variant) -> str:
         """Return the C++ name of the instance."""
-        cache = f"k3cupy::CacheFormat::{_CACHE_FORMATS[variant.cache]}"
+        cache = f"k3cupy::CacheFormat::{CACHE_FORMATS[variant.cache]}"
         formats = CTYPES[variant.dtype], variant.query_fp8, cache
         flags = variant.rope, variant.kv_inputs_ready, variant.vector
         return instantiation("mla_decode_epilogue", *formats, *flags, *astuple(self))
@@ -186,6 +186,7 @@ def _launch(problem: Any, config: MlaDecodeConfig, start: int, num_tokens: int) 
         "q_pe_head_stride": byte_stride(views["q_pe"], 1),
         "q_scale_value": 1,
         "kv_c_stride": byte_stride(views["kv_c_normed"], 0),
+        "k_pe_stride": byte_stride(views["k_pe"], 0),
         "cache_scale_value": 1,
         **cache_values(problem, num_tokens),
         **rope_values(problem),
