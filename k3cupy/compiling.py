@@ -132,7 +132,8 @@ class CompileReport(Shown):
     def __rich__(self) -> Table:
         """The table, for ``rich.print``; what differs from the shipped kernel names both."""
         kind = "edited sources" if self.is_edited else "sources"
-        title = f"{len(self)} instances for {self.gpu.name} ({self.gpu.arch}), {kind} in "
+        plural = "" if len(self) == 1 else "s"
+        title = f"{len(self)} instance{plural} for {self.gpu.name} ({self.gpu.arch}), {kind} in "
         title += f"{self.folder}"
         was_timed = any(kernel.timed for kernel in self._kernels)
         headers = (*_COLUMNS, *([" us", "call"] if was_timed else []), "instance")

@@ -123,13 +123,14 @@ def test_a_report_is_a_table_in_a_notebook_and_plain_values(name: str) -> None:
 
 def test_a_report_is_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """But words are whole; where nobody says how wide it is 120 characters have to do."""
-    report = linear("proj " * 60)
-    assert max(map(len, str(report).splitlines())) == 120
+    row = ReportRow(choice("proj " * 60), 2112, 7168, 8, 3)
+    report = DispatchReport((row,), {(2112, 7168): ["blocks.proj"]})
+    assert 115 <= max(map(len, str(report).splitlines())) <= 120
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "90")
-    assert max(map(len, str(report).splitlines())) == 90
+    assert 85 <= max(map(len, str(report).splitlines())) <= 90
     monkeypatch.setenv("COLUMNS", "10")
-    assert "blocks.0.proj" in str(report)
+    assert "blocks.proj" in str(report) and "2112 x 7168" in str(report)
 
 
 def test_a_bar_in_a_notebook_says_what_it_needs(
@@ -173,7 +174,7 @@ def test_the_dispatch_report_is_grouped_by_layers() -> None:
     long = "layer" * 60
     text = str(DispatchReport(tuple(rows), {(8, 8): [long]}))
     assert long in text
-    assert "measured at M = *: * us [shipped]" in text
+    assert "measured at M = *: * us" in text and "[shipped]" in text
 
 
 def test_nothing_of_a_report_is_cut_off() -> None:

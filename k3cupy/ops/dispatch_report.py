@@ -118,11 +118,15 @@ class DispatchReport(Shown):
         return plain(self.__rich__()) if self.rows else "no call of low-latency linear yet"
 
 
-def layer_table(rows: Sequence[ReportRow], layers: Layers) -> Table:
-    """Return rows as a table: those of one weight that one kernel computes share a line."""
+def layer_table(rows: Sequence[ReportRow], layers: Layers, *, apart: bool = False) -> Table:
+    """Return rows as a table: those of one weight that one kernel computes share a line.
+
+    With ``apart`` each row has a line. A column that says nothing is left out.
+    """
     groups: dict[tuple[Any, ...], list[ReportRow]] = {}
     for row in rows:
-        groups.setdefault((row.n, row.k, *_alike(row.choice)), []).append(row)
+        alike = (row.num_tokens,) if apart else _alike(row.choice)
+        groups.setdefault((row.n, row.k, *alike), []).append(row)
     lines = []
     for of_line in groups.values():
         first = of_line[0]

@@ -62,6 +62,7 @@ def compile_cubin(
     more = {"ptxas_options": ["-v"]} if verbose else {}
     options = toolchain.program_options(loaded.directory, arch, **more)
     log = io.StringIO()
+    refusal = None
     try:
         program = core.Program(loaded.text, "c++", options)
         code = program.compile("cubin", name_expressions=list(name_expressions), logs=log)
@@ -69,7 +70,10 @@ def compile_cubin(
         if type(error).__name__ == "DynamicLibNotFoundError":  # of cuda-pathfinder
             raise toolchain.no_nvrtc(error) from error
         told = str(error)
-        raise refused_by_nvrtc(loaded.directory / source, f"it for {arch}", told) from None
+        refusal = refused_by_nvrtc(loaded.directory / source, f"it for {arch}", told)
+    program = None  # which an error's traceback would keep beyond cuda-core's own end
+    if refusal is not None:
+        raise refusal
     symbols = {
         name: symbol.decode() if isinstance(symbol, bytes) else symbol
         for name, symbol in code.symbol_mapping.items()

@@ -63,14 +63,31 @@ def table_of(headers: Sequence[str], rows: Iterable[Sequence[str]], title: str =
     from rich.text import Text
 
     table = Table(title=title or None, title_justify="left", caption_justify="left")
+    lines = [[printable(cell) for cell in row] for row in rows]
     for place, header in enumerate(headers):
+        texts = [header.strip(), *(line[place] for line in lines)]
         is_name = place < len(headers) - 2
         side: Literal["left", "right"] = "right" if header.startswith(" ") else "left"
-        table.add_column(header.strip(), justify=side, no_wrap=is_name, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
+        table.add_column(
+            texts[0],
+            justify=side,
+            no_wrap=is_name,
+            overflow="fold",
+            min_width=_longest(texts, str.splitlines)
+            if is_name
+            else max(_longest(texts, str.split), min(_LEAST, _longest(texts, str.splitlines))),
+        )
+    for line in lines:
+        table.add_row(*map(Text, line))
     return table
 
+
+def _longest(texts: Iterable[str], parts: Callable[[str], list[str]]) -> int:
+    return max((len(part) for text in texts for part in parts(text)), default=0)
+
+
+_LEAST = 30
+"""Characters of a column whose lines are broken, where it has as many."""
 
 _WIDTH = 120
 """Characters of a line where no terminal says how many it has."""
@@ -100,9 +117,7 @@ def plain(table: Table) -> str:
         emoji=False,
     )
     endless = console.options.update_width(1 << 20)
-    narrowest = Measurement.get(console, endless, table).minimum
-    if narrowest > console.width:
-        console.width = narrowest + _WIDTH // 2  # what is beside long names is told in lines too
+    console.width = max(console.width, Measurement.get(console, endless, table).minimum)
     with console.capture() as shown:
         console.print(table)
     return printable("\n".join(map(str.rstrip, shown.get().splitlines())))
