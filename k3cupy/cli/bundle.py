@@ -8,6 +8,7 @@ import click
 
 from k3cupy import projections
 from k3cupy.cli.options import gpu_of, gpu_option, json_option, show_json
+from k3cupy.runtime.instances import Instance
 from k3cupy.runtime.text import compiling
 
 
@@ -45,11 +46,13 @@ def bundle(
     of_calls = bundling.instances_of(
         model, tp, there, batch_invariant=batch_invariant, kv_inputs_ready=kv_inputs_ready
     )
-    wanted = list(dict.fromkeys(of_calls))
+    wanted: dict[Instance, None] = {}
     with compiling() as (found, done):
-        found(len(wanted))
+        for instance in of_calls:  # to choose them takes seconds too
+            wanted[instance] = None
+            found(len(wanted))
         made = (bundling.make_wheel if wheel else bundling.make)(
-            wanted,
+            list(wanted),
             f"{model} tp{tp}",
             there,
             out.absolute(),
