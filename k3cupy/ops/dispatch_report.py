@@ -131,10 +131,13 @@ def layer_table(rows: Sequence[ReportRow], layers: Layers, *, apart: bool = Fals
     for of_line in groups.values():
         first = of_line[0]
         shape = f"{first.n} x {first.k}" if first.n else "-"
-        names = dict.fromkeys(map(name_pattern, layers.get((first.n, first.k), ())))
+        names: dict[str, str] = {}
+        for name in layers.get((first.n, first.k), ()):
+            pattern = name_pattern(name)
+            names[pattern] = pattern if pattern in names else name
         calls = sum(row.calls for row in of_line)
         ran, why = _told(of_line)
-        lines.append(("\n".join(names), shape, _tokens(of_line), str(calls), ran, why))
+        lines.append(("\n".join(names.values()), shape, _tokens(of_line), str(calls), ran, why))
     headers = ("layer", "N x K", "M", " calls", "what ran", "why")
     hidden = {0: not any(line[0] for line in lines), 3: not any(row.calls for row in rows)}
     kept = [i for i in range(len(headers)) if not hidden.get(i)]
