@@ -62,17 +62,18 @@ struct QueryLayout {
   static constexpr int kWeights = kGains + 2 * kQueryRank;  // a chunk a lane, side by side
 };
 
-// Values of the 16-bit type, multiplied in pairs with one rounding.
+// Values of the 16-bit type, multiplied in pairs with one rounding. Adding -0 changes no product, and
+// GPUs before sm_90 have no other instruction for it.
 __device__ __forceinline__ unsigned int multiply_pair(unsigned int a, unsigned int b,
                                                       __nv_bfloat16) {
   unsigned int product;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));
   return product;
 }
 
 __device__ __forceinline__ unsigned int multiply_pair(unsigned int a, unsigned int b, __half) {
   unsigned int product;
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));
   return product;
 }
 

@@ -222,8 +222,8 @@ __global__ void __launch_bounds__(32 * kWarps)
       float gate_low;
       float gate_high;
       widen_pair(word, gate_low, gate_high, T{});
-      low = multiply(low, 1.0f / (1.0f + __expf(-gate_low)));
-      high = multiply(high, 1.0f / (1.0f + __expf(-gate_high)));
+      low = multiply(low, __fdividef(1.0f, 1.0f + __expf(-gate_low)));
+      high = multiply(high, __fdividef(1.0f, 1.0f + __expf(-gate_high)));
     }
     const unsigned long long of_row =
         (static_cast<unsigned long long>(first_token + row) * num_heads + head) * kN + column + n;

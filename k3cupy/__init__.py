@@ -20,7 +20,10 @@ __all__ = [
     "FusedAGemmConfig",
     "LinearReport",
     "MlaDecodeConfig",
+    "MlaNormConfig",
     "MlaPrefillConfig",
+    "MlaQueryConfig",
+    "MlaValueConfig",
     "PreparedCall",
     "SkinnyGemmConfig",
     "ToolchainError",
@@ -34,15 +37,21 @@ __all__ = [
     "explain_fused_a_gemm",
     "explain_low_latency_gemm",
     "explain_mla_decode",
+    "explain_mla_decode_query",
+    "explain_mla_decode_value",
     "explain_mla_prefill",
+    "explain_q_kv_rmsnorm",
     "explain_skinny_gemm",
     "fused_a_gemm",
     "fused_mla_decode_q_concat_kv_cache_insert",
+    "fused_mla_decode_query",
+    "fused_mla_decode_value",
     "fused_mla_key_concat_ds_mla_insert",
     "fused_mla_key_concat_kv_cache_insert",
     "fused_mla_kv_concat",
     "fused_mla_kv_concat_quant_fp8",
     "fused_mla_qkv_quant_kv_cache_fp8_insert",
+    "fused_q_kv_rmsnorm",
     "is_batch_invariant",
     "low_latency_linear",
     "prepare",
@@ -66,7 +75,10 @@ _HOMES = {
     "FusedAGemmConfig": "k3cupy.kernels.fused_a_gemm",
     "LinearReport": "k3cupy.torch.linear_report",
     "MlaDecodeConfig": "k3cupy.kernels.mla_decode",
+    "MlaNormConfig": "k3cupy.kernels.mla_norm",
     "MlaPrefillConfig": "k3cupy.kernels.mla_prefill",
+    "MlaQueryConfig": "k3cupy.kernels.mla_query",
+    "MlaValueConfig": "k3cupy.kernels.mla_value",
     "PreparedCall": "k3cupy.ops.prepare",
     "SkinnyGemmConfig": "k3cupy.kernels.skinny_gemm",
     "ToolchainError": "k3cupy.runtime.errors",
@@ -80,15 +92,21 @@ _HOMES = {
     "explain_fused_a_gemm": "k3cupy.ops.fused_a_gemm",
     "explain_low_latency_gemm": "k3cupy.ops.linear",
     "explain_mla_decode": "k3cupy.ops.mla_decode",
+    "explain_mla_decode_query": "k3cupy.ops.mla_query",
+    "explain_mla_decode_value": "k3cupy.ops.mla_value",
     "explain_mla_prefill": "k3cupy.ops.mla_prefill",
+    "explain_q_kv_rmsnorm": "k3cupy.ops.mla_norm",
     "explain_skinny_gemm": "k3cupy.ops.skinny_gemm",
     "fused_a_gemm": "k3cupy.ops.fused_a_gemm",
     "fused_mla_decode_q_concat_kv_cache_insert": "k3cupy.ops.mla_decode",
+    "fused_mla_decode_query": "k3cupy.ops.mla_query",
+    "fused_mla_decode_value": "k3cupy.ops.mla_value",
     "fused_mla_key_concat_ds_mla_insert": "k3cupy.ops.mla_prefill",
     "fused_mla_key_concat_kv_cache_insert": "k3cupy.ops.mla_prefill",
     "fused_mla_kv_concat": "k3cupy.ops.mla_prefill",
     "fused_mla_kv_concat_quant_fp8": "k3cupy.ops.mla_prefill",
     "fused_mla_qkv_quant_kv_cache_fp8_insert": "k3cupy.ops.mla_prefill",
+    "fused_q_kv_rmsnorm": "k3cupy.ops.mla_norm",
     "is_batch_invariant": "k3cupy.ops.batch_invariance",
     "low_latency_linear": "k3cupy.ops.linear",
     "prepare": "k3cupy.ops.prepare",
@@ -109,7 +127,10 @@ if TYPE_CHECKING:
     from k3cupy.compiling import CompileReport, compile
     from k3cupy.kernels.fused_a_gemm import FusedAGemmConfig
     from k3cupy.kernels.mla_decode import MlaDecodeConfig
+    from k3cupy.kernels.mla_norm import MlaNormConfig
     from k3cupy.kernels.mla_prefill import MlaPrefillConfig
+    from k3cupy.kernels.mla_query import MlaQueryConfig
+    from k3cupy.kernels.mla_value import MlaValueConfig
     from k3cupy.kernels.skinny_gemm import SkinnyGemmConfig
     from k3cupy.ops.batch_invariance import (
         batch_invariant_mode,
@@ -124,6 +145,7 @@ if TYPE_CHECKING:
         try_low_latency_gemm,
     )
     from k3cupy.ops.mla_decode import explain_mla_decode, fused_mla_decode_q_concat_kv_cache_insert
+    from k3cupy.ops.mla_norm import explain_q_kv_rmsnorm, fused_q_kv_rmsnorm
     from k3cupy.ops.mla_prefill import (
         explain_mla_prefill,
         fused_mla_key_concat_ds_mla_insert,
@@ -132,6 +154,8 @@ if TYPE_CHECKING:
         fused_mla_kv_concat_quant_fp8,
         fused_mla_qkv_quant_kv_cache_fp8_insert,
     )
+    from k3cupy.ops.mla_query import explain_mla_decode_query, fused_mla_decode_query
+    from k3cupy.ops.mla_value import explain_mla_decode_value, fused_mla_decode_value
     from k3cupy.ops.prepare import PreparedCall, prepare
     from k3cupy.ops.select_backend import select_backend
     from k3cupy.ops.skinny_gemm import explain_skinny_gemm, skinny_gemm

@@ -14,6 +14,7 @@ from typing import Any
 
 import k3cupy
 from k3cupy import projections
+from k3cupy.constants import Q_LORA_RANK, QK_HEAD_DIM
 from k3cupy.kernels.fused_a_gemm import K_MULTIPLE
 from k3cupy.ops.warmup import EVERY_CACHE, wanted_of
 from k3cupy.projections import Projection
@@ -24,8 +25,9 @@ from k3cupy.runtime.errors import ToolchainError
 from k3cupy.runtime.instances import Instance
 
 _FLAGS = (False, True)
-_FLOAT32, _FUSED_A = "float32", "qkv_a_proj"
-"""In a projection's name: its outputs; that engines call the fused-A GEMM for it by name."""
+_FLOAT32, _FUSED_A, _Q_B = "float32", "qkv_a_proj", "q_b_proj"
+"""In a projection's name: its outputs; that engines call the fused-A GEMM for it by name; that it
+has the rows of a query head for each head."""
 
 _BY_NAME = range(1, 17)
 """Tokens of such calls. With static weights vLLM's plans have them for other projections too."""
@@ -43,7 +45,7 @@ def instances_of(
     """Yield every instance that a model's calls get on a GPU, some of them more than once.
 
     Those are the linear layers at every number of tokens, with weights that are static and not,
-    packed and strided x, and a residual where the model has one; the decode and prefill epilogues
+    packed and strided x, and a residual where the model has one; the other kernels of an MLA layer
     in each cache format, with RoPE and without. What runs is chosen as in a call on that GPU.
 
     Args:
@@ -62,7 +64,8 @@ def instances_of(
     options = {"weight_is_static": _FLAGS, "kv_cache": EVERY_CACHE, "rope": _FLAGS, **fewer}
     statics = options.pop("weight_is_static")
     ready = _FLAGS if kv_inputs_ready else (False,)
-    wanted = [*_epilogues(ready, **options)]
+    heads = {p.n // QK_HEAD_DIM: None for p in local if p.k == Q_LORA_RANK and _Q_B in p.name}
+    wanted = [*_epilogues(ready, statics, list(heads), **options)]
     for invariant in (False, True)[: 1 + batch_invariant]:
         wanted += _products(local, statics, invariant)
     for op, of_op in wanted:
@@ -74,17 +77,24 @@ ONE_SERVER: dict[str, Any] = {"weight_is_static": (True,), "kv_cache": ("fp8",),
 
 
 def _epilogues(
-    ready: Sequence[bool], kv_cache: Sequence[str], rope: Sequence[bool]
+    ready: Sequence[bool],
+    statics: Sequence[bool],
+    heads: Sequence[int],
+    kv_cache: Sequence[str],
+    rope: Sequence[bool],
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield operations with the options of their warm-ups.
 
     They come first: they take long to compile, and products long to choose.
     """
     yield "mla_prefill", {"kv_cache": kv_cache, "rope": rope}
-    decode = {"rope": rope, "kv_inputs_ready": ready}
-    yield "mla_decode", {"kv_cache": kv_cache, **decode}
-    if "fp8" in kv_cache:
-        yield "mla_decode", {"kv_cache": "fp8", "query_fp8": False, **decode}
+    query: dict[str, Any] = {"rope": rope, "weight_is_static": statics, "heads": heads}
+    decode: dict[str, Any] = {"rope": rope, "kv_inputs_ready": ready}
+    for op, flags in (("mla_decode", decode), *([("mla_query", query)] if heads else ())):
+        yield op, {"kv_cache": kv_cache, **flags}
+        if "fp8" in kv_cache:
+            yield op, {"kv_cache": "fp8", "query_fp8": False, **flags}
+    yield "mla_value", {"gate": _FLAGS, "transposed": True, "weight_is_static": statics}
 
 
 def _products(

@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from k3cupy.choose.gemm import FUSED_A, SKINNY, choose
-from k3cupy.kernels import fused_a_gemm, mla_decode, mla_prefill, skinny_gemm
+from k3cupy.kernels import (
+    fused_a_gemm,
+    mla_decode,
+    mla_norm,
+    mla_prefill,
+    mla_query,
+    mla_value,
+    skinny_gemm,
+)
 from k3cupy.ops.warmup import OPERATIONS, wanted_of
 from k3cupy.runtime import devices, offline, sources
 from k3cupy.runtime.devices import DeviceInfo
@@ -31,14 +39,17 @@ _ONE_PRODUCT = {"shapes": ((2112, 7168),), "tokens": (1, 16), "weight_is_static"
 _OF_SOURCES: dict[str, tuple[str, dict[str, Any]]] = {
     mla_decode.SOURCE: ("mla_decode", {"rope": (False, True), "config": mla_decode.UNTUNED}),
     mla_prefill.SOURCE: ("mla_prefill", {"rope": (False, True), "config": mla_prefill.FEW_ROWS}),
+    mla_norm.SOURCE: ("mla_norm", {"config": mla_norm.UNTUNED, "weight_is_static": True}),
+    mla_query.SOURCE: ("mla_query", {"config": mla_query.UNTUNED, "weight_is_static": True}),
+    mla_value.SOURCE: ("mla_value", {"config": mla_value.UNTUNED, "weight_is_static": True}),
     fused_a_gemm.SOURCE: ("fused_a_gemm", _ONE_PRODUCT),
     skinny_gemm.SOURCE: ("skinny_gemm", _ONE_PRODUCT),
 }
 """Source -> the operation that an edit of it is looked at by, with its options."""
 
 _WITHOUT_GPU = "h200"
-_TIMED = {"mla_decode": 32, "mla_prefill": 1024}
-"""Tokens of a timed call of an epilogue."""
+_TIMED, _TIMED_OF = 32, {"mla_prefill": 1024, "mla_query": 8}
+"""Tokens of a timed call of a kernel of an MLA layer, and of some of them."""
 
 
 @dataclass(frozen=True)
@@ -352,12 +363,12 @@ def _calls_of(
     """Yield calls that the tuner could time, with the configurations that they may get."""
     from k3cupy.ops.warmup import shapes_of, tokens_of
     from k3cupy.tuning.entries import Candidate
-    from k3cupy.tuning.targets import GemmTarget
+    from k3cupy.tuning.targets import KINDS, GemmTarget
     from k3cupy.tuning.tune import targets_of
 
     config = options.get("config")
-    if op in _TIMED:
-        for target in targets_of(op, tokens=[_TIMED[op]]):
+    if op in KINDS:
+        for target in targets_of(op, tokens=[_TIMED_OF.get(op, _TIMED)]):
             every = target.candidates({}, gpu) if config is None else [Candidate(op, config)]
             for candidate in every:
                 yield target, candidate

@@ -132,6 +132,9 @@ class CudaTensor(torch.Tensor):
     def expand(self, *shape: Any) -> CudaTensor:  # type: ignore[override]
         return CudaTensor.of(super().expand(*shape), self.ordinal)
 
+    def reshape(self, *shape: Any) -> CudaTensor:  # type: ignore[override]
+        return CudaTensor.of(super().reshape(*shape), self.ordinal)
+
     def __getitem__(self, index: Any) -> CudaTensor:
         return CudaTensor.of(super().__getitem__(index), self.ordinal)
 

@@ -22,6 +22,8 @@ from typing import Any
 import pytest
 import torch
 from fake_device import A100, B200, GB300, GPUS, H100, H200, RTX_4090, RTX_5090, FakeDevice
+from golden_layer_calls import LAYER_OPERATIONS, layer_calls
+from golden_query_calls import QUERY, query_calls
 from golden_recording import GoldenCall, Shipped, Tensors, Twice, described, record_twice
 
 import k3cupy
@@ -46,6 +48,8 @@ INSERTS = PREFILLS[:3]
 OPERATIONS = (
     DECODE,
     *PREFILLS,
+    *LAYER_OPERATIONS,
+    QUERY,
     "fused_a_gemm",
     "dsv3_fused_a_gemm",
     "skinny_gemm",
@@ -59,6 +63,8 @@ def calls() -> list[GoldenCall]:
     found = [
         *_decode_calls(),
         *_prefill_calls(),
+        *layer_calls(),
+        *query_calls(),
         *_fused_a_calls(),
         *_dsv3_calls(),
         *_skinny_calls(),

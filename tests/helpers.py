@@ -144,8 +144,8 @@ def check_cache_rows(
     if rows.rotated is not None:
         start = oracle.DS_MLA_ROPE_AT if width == oracle.DS_MLA_BYTES else oracle.LATENT
         part = got[place][:, start:].contiguous()
-        limits = oracle.Rotated(rows.rotated.exact[tokens], rows.rotated.error[tokens])
-        oracle.assert_rotated(part.view(rope_dtype), limits, "cache rows by slot")
+        limits = oracle.Within(rows.rotated.exact[tokens], rows.rotated.error[tokens])
+        oracle.assert_within(part.view(rope_dtype), limits, "cache rows by slot")
         want_rows[:, start:] = part
     want[place] = want_rows
     oracle.assert_same_bits(got_all, want_all, "bytes of the cache's allocation")
@@ -232,7 +232,7 @@ class Call:
         exact_columns = oracle.ROW
         if want.rotated is not None:
             exact_columns = oracle.LATENT
-            oracle.assert_rotated(mqa_q.cpu()[..., oracle.LATENT :], want.rotated, "mqa_q")
+            oracle.assert_within(mqa_q.cpu()[..., oracle.LATENT :], want.rotated, "mqa_q")
         oracle.assert_same_bits(
             oracle.bits(mqa_q)[..., :exact_columns], want.bits[..., :exact_columns], "mqa_q"
         )

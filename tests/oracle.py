@@ -26,8 +26,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
-class Rotated:
-    """The exact RoPE result, scaled, and the error allowed on either side (float64, [..., 64])."""
+class Within:
+    """Exact results, and the error allowed on either side (float64)."""
 
     exact: torch.Tensor
     error: torch.Tensor
@@ -38,7 +38,7 @@ class Rows:
     """Expected rows: `bits` for all columns, `rotated` where RoPE makes the last 64 inexact."""
 
     bits: torch.Tensor
-    rotated: Rotated | None
+    rotated: Within | None
 
 
 def codes(tensor: torch.Tensor) -> torch.Tensor:
@@ -82,7 +82,7 @@ def rotate(
     positions: torch.Tensor,
     table: torch.Tensor,
     scale_inv: float | torch.Tensor = 1.0,
-) -> Rotated:
+) -> Within:
     """GPT-J RoPE of `x` [B, ..., 64] at clamped positions, times a scale, with its error bound."""
     where = positions.to(torch.int64).clamp(0, table.shape[0] - 1)
     rows = table[where].to(torch.float64).reshape(x.shape[0], *([1] * (x.ndim - 2)), ROPE)
@@ -97,7 +97,7 @@ def rotate(
     ).flatten(-2)
     scale = fp32(scale_inv).to(torch.float64)
     error = (size * 2.0**-22 + 2.0**-147) * scale.abs() + 2.0**-147
-    return Rotated(exact * scale, torch.where(error.isfinite(), error, 0.0))
+    return Within(exact * scale, torch.where(error.isfinite(), error, 0.0))
 
 
 def ds_mla_scale(tile: torch.Tensor) -> torch.Tensor:
@@ -165,18 +165,18 @@ def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return narrow.to(dtype).to(torch.float64)
 
 
-def assert_rotated(got: torch.Tensor, rotated: Rotated, what: str) -> None:
+def assert_within(got: torch.Tensor, want: Within, what: str) -> None:
     """`got` (a float tensor on the CPU) is the rounding of a value within the error bound."""
     found = got.to(torch.float64)
-    nan = rotated.exact.isnan()
-    assert torch.equal(found.isnan(), nan), f"{what}: NaN in the wrong places after RoPE"
-    low = rounded(rotated.exact - rotated.error, got.dtype)
-    high = rounded(rotated.exact + rotated.error, got.dtype)
+    nan = want.exact.isnan()
+    assert torch.equal(found.isnan(), nan), f"{what}: NaN in the wrong places"
+    low = rounded(want.exact - want.error, got.dtype)
+    high = rounded(want.exact + want.error, got.dtype)
     wrong = ~((found >= low) & (found <= high)) & ~nan
     if wrong.any():
         at = tuple(wrong.nonzero()[0].tolist())
         raise AssertionError(
-            f"{what}: {int(wrong.sum())} rotated elements are off, the first at {at}: "
+            f"{what}: {int(wrong.sum())} elements are off, the first at {at}: "
             f"expected {low[at]} to {high[at]}, got {found[at]}"
         )
 

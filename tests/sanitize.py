@@ -94,6 +94,10 @@ class Fault:
 
 
 _BARRIER = "  __syncthreads();\n"
+_STRAY_BARRIER = "\n  if (threadIdx.x != 5) __syncthreads();"
+_OF_THREAD = "const int thread = static_cast<int>(threadIdx.x);"
+_HEAD_OF_BLOCK = "const unsigned int head = blockIdx.x / kCluster;"
+_VALUES = "  for_pairs([&](unsigned int row, unsigned int n, unsigned int word) {"
 _MMA_SUMS = "\n  if constexpr (kSplitK == 1) {\n    for_own_elements"
 FAULTS = (
     Fault(
@@ -319,6 +323,124 @@ FAULTS = (
         ),
         "insert-4100-rope",
         r"Divergent thread.*\n.*mla_key_concat",
+    ),
+    Fault(
+        "memcheck",
+        "norm: the row behind is stored",
+        (
+            Edit(
+                "mla_norm.cu",
+                "q + static_cast<unsigned long long>(token)",
+                "q + static_cast<unsigned long long>(token + 1)",
+            ),
+        ),
+        "norm-5-6",
+        r"Invalid __global__ write.*\n.*q_kv_rms_norms",
+    ),
+    Fault(
+        "racecheck",
+        "norm: no barrier between the squares of the warps and their reader",
+        (Edit("mla_norm.cu", "  sync_threads<kThreads>();\n", ""),),
+        "norm-5-6",
+        r"[Rr]ace.*\n?.*q_kv_rms_norms",
+    ),
+    Fault(
+        "initcheck",
+        "norm: qkv_a is read past its columns",
+        (
+            Edit(
+                "mla_norm.cu", "row + 2 * kQueryRank + first", "row + 2 * (kQueryRank + 72) + first"
+            ),
+        ),
+        "norm-5-6",
+        r"Uninitialized __global__ memory read.*\n.*q_kv_rms_norms",
+    ),
+    Fault(
+        "synccheck",
+        "norm: one thread passes a block barrier by",
+        (Edit("mla_norm.cu", _OF_THREAD, _OF_THREAD + _STRAY_BARRIER),),
+        "norm-5-6",
+        r"Divergent thread.*\n.*q_kv_rms_norms",
+    ),
+    Fault(
+        "memcheck",
+        "query: tokens past the last one are stored",
+        (
+            Edit(
+                "mla_query.cu",
+                "      if (token >= num_tokens) continue;\n      store_two(",
+                "      store_two(",
+            ),
+        ),
+        "query-5",
+        r"Invalid __global__ write.*\n.*mla_decode_query",
+    ),
+    Fault(
+        "racecheck",
+        "query: no barrier between the sums of the warps and their reader",
+        (Edit("mla_query.cu", "  wait_copies<0>();\n  sync_threads<kThreads>();\n", ""),),
+        "query-5",
+        r"[Rr]ace.*\n?.*mla_decode_query",
+    ),
+    Fault(
+        "initcheck",
+        "query: qkv_a is read past its columns",
+        (
+            Edit(
+                "mla_query.cu",
+                "offset_of(token, qkv_a_stride) + column;",
+                "offset_of(token, qkv_a_stride) + column + 2 * (576 + 8);",
+            ),
+        ),
+        "query-5",
+        r"Uninitialized __global__ memory read.*\n.*mla_decode_query",
+    ),
+    Fault(
+        "synccheck",
+        "query: one thread passes a block barrier by",
+        (Edit("mla_query.cu", _HEAD_OF_BLOCK, _HEAD_OF_BLOCK + _STRAY_BARRIER),),
+        "query-5",
+        r"Divergent thread.*\n.*mla_decode_query",
+    ),
+    Fault(
+        "memcheck",
+        "value: tokens past the last one are stored",
+        (Edit("mla_value.cu", "pair < kPairs && first_token + row < num_tokens", "pair < kPairs"),),
+        "value-5",
+        r"Invalid __global__ write.*\n.*head_product",
+    ),
+    Fault(
+        "racecheck",
+        "value: no barrier between the sums of the warps and their reader",
+        (Edit("mla_value.cu", _BARRIER + _VALUES, _VALUES),),
+        "value-5",
+        r"[Rr]ace.*\n?.*head_product",
+    ),
+    Fault(
+        "initcheck",
+        "value: the latent is read past its columns",
+        (
+            Edit(
+                "mla_value.cu",
+                "+ offset_of(head, x_head_stride);",
+                "+ offset_of(head, x_head_stride) + 16;",
+            ),
+        ),
+        "value-5",
+        r"Uninitialized __global__ memory read.*\n.*head_product",
+    ),
+    Fault(
+        "synccheck",
+        "value: one thread passes a block barrier by",
+        (
+            Edit(
+                "mla_value.cu",
+                _BARRIER + _VALUES,
+                "  if (threadIdx.x != 5) __syncthreads();\n" + _VALUES,
+            ),
+        ),
+        "value-5",
+        r"Divergent thread.*\n.*head_product",
     ),
 )
 

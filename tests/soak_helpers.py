@@ -20,6 +20,7 @@ from array_helpers import cupy_of, numpy_of, torch_of
 from gemm_helpers import assert_product, inputs, residual_of
 from helpers import BF16, FP16
 from mla_helpers import FORMS, MlaCall, as_halves, as_list, run_and_check
+from mla_layer_helpers import LAYER_FORMS
 from oracle import codes
 from stream_helpers import StreamLike
 from torch import nn
@@ -93,7 +94,7 @@ Make = Callable[[str], Task]
 def epilogue(
     form: str, tokens: int, heads: int, device: str, *, change: Any = None, **settings: Any
 ) -> Task:
-    call: MlaCall = FORMS[form].make(tokens, heads, device=device, **settings)
+    call: MlaCall = (FORMS | LAYER_FORMS)[form].make(tokens, heads, device=device, **settings)
     if change is not None:
         call = change(call)
     boxes = [box.storage for box in call.boxes.values()]
@@ -101,9 +102,10 @@ def epilogue(
     run_and_check(call)
     for box, saved in zip(boxes, before, strict=True):
         box.copy_(saved)
+    narrow = "k_pe" if form in FORMS else call.names_first
     return Task(
         lambda **options: as_list(call.run(**options)),
-        lambda: call.run(k_pe=call.args["k_pe"][..., :63]),
+        lambda: call.run(**{narrow: call.args[narrow][..., :63]}),
         boxes or [torch.zeros(0, device=device)],
     )
 
@@ -206,6 +208,16 @@ TASKS: dict[str, Make] = {
         (1, 12, {"scale_tensors": True}),
         (33, 3, {"rope": True}),
         (300, 2, {}),
+    )
+}  # fmt: skip
+TASKS |= {
+    f"{form} {tokens}x{heads}": partial(
+        lambda form, tokens, heads, device: epilogue(form, tokens, heads, device),
+        form, tokens, heads,
+    )
+    for form, tokens, heads in (
+        ("norm", 7, 1), ("query", 4, 12), ("query-fp8", 16, 3), ("query-ds_mla", 17, 3),
+        ("value", 1, 12), ("value-packed-gate", 33, 3),
     )
 }  # fmt: skip
 TASKS |= {

@@ -455,9 +455,32 @@ def test_every_call_of_a_model_gets_what_the_bundle_has(
                 **formats,
                 **(turned if rope else {}),
             )
+    w_uv = CudaTensor.of(cuda(12, 256, 512)[:, 128:].transpose(1, 2), 0)
+    for tokens, static in itertools.product((1, 100), (False, True)):
+        weights = cuda(1536), cuda(512)
+        norms = {"eps": 1e-6, "weight_is_static": static}
+        k3cupy.fused_q_kv_rmsnorm(cuda(tokens, 2112), *weights, **norms)
+        for gate in (None, cuda(tokens, 1536)):
+            latent = cuda(tokens, 12, 512)
+            k3cupy.fused_mla_decode_value(latent, w_uv, gate, weight_is_static=static)
+    w_q_b, w_uk = cuda(2304, 1536), CudaTensor.of(cuda(12, 256, 512)[:, :128], 0)
+    fp8 = {"cache_scale_inv": 1.0, "q_scale_inv": 1.0}
+    for tokens, static, formats in itertools.product(
+        (1, 9, 17, 100), (False, True), ({}, {"cache_scale_inv": 1.0}, fp8, {"ds_mla": True})
+    ):
+        width = 656 if "ds_mla" in formats else 576
+        k3cupy.fused_mla_decode_query(
+            *(cuda(tokens, 2112), *weights, w_q_b, w_uk),
+            cuda(2, 64, width, dtype=torch.uint8 if formats else torch.bfloat16),
+            cuda(tokens, dtype=torch.int64),
+            eps=1e-6,
+            weight_is_static=static,
+            **formats,
+        )
     loaded = set(fake_device.loads)
     assert {instance.source for instance in loaded} == {
-        *("fused_a_gemm.cu", "skinny_gemm.cu", "mla_decode.cu")
+        *("fused_a_gemm.cu", "skinny_gemm.cu", "mla_decode.cu"),
+        *("mla_norm.cu", "mla_query.cu", "mla_value.cu"),
     }
     assert loaded <= of_bundle
 

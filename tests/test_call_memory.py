@@ -22,6 +22,7 @@ from fake_device import CudaTensor
 from gemm_helpers import normal
 from helpers import BF16, Producer, got_in
 from mla_helpers import FORMS, Form, poisoned_outs
+from mla_layer_helpers import LAYER_FORMS, LayerForm
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch_linear_helpers import Calls
 
@@ -78,7 +79,7 @@ def transposed_product() -> Call:
     return Call(k3cupy.dsv3_fused_a_gemm, tensors, {}, ("output",))
 
 
-def epilogue(form: Form) -> Call:
+def epilogue(form: Form | LayerForm) -> Call:
     """With RoPE where the operation has it, and scales as tensors."""
     call = form.make(5, 2, rope=True)
     outs = [box.tensor for box in poisoned_outs(call)]
@@ -91,11 +92,13 @@ def epilogue(form: Form) -> Call:
     return Call(call.operation, tensors, options, written)
 
 
+LAYERS = ("norm", "query", "query-fp8", "query-ds_mla", "value-gate", "value-packed")
 CALLS: dict[str, Callable[[], Call]] = {
     "fused_a_gemm": lambda: product(k3cupy.fused_a_gemm),
     "skinny_gemm": lambda: product(k3cupy.skinny_gemm),
     "dsv3_fused_a_gemm": transposed_product,
     **{name: lambda f=form: epilogue(f) for name, form in FORMS.items()},
+    **{name: lambda f=LAYER_FORMS[name]: epilogue(f) for name in LAYERS},
 }
 each_operation = pytest.mark.parametrize("name", CALLS)
 

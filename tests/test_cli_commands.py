@@ -98,9 +98,15 @@ def test_explain_of_the_epilogues() -> None:
     assert "NVIDIA B200 has no measured table" in text
     (choice,) = read(*words, "--gpu", "h200")["choices"]
     assert (choice["kind"], choice["tokens"], choice["origin"]) == ("fp8+fp8", 8, "shipped")
-    assert (
-        len(read("explain", "--op", "mla_prefill", "--tokens", "64", "--gpu=h200")["choices"]) == 5
-    )
+    words = ("--tokens", "64", "--gpu", "h200")
+    found = {
+        op: read("explain", "--op", op, *words)["choices"]
+        for op in ("mla_prefill", "mla_norm", "mla_query", "mla_value")
+    }
+    assert len(found["mla_prefill"]) == 5
+    assert [len(found[op]) for op in ("mla_norm", "mla_value")] == [1, 3]
+    (query,) = found["mla_query"]
+    assert query["kernel"] == "separate" and "more than 16" in query["reason"]
 
 
 @pytest.mark.parametrize(

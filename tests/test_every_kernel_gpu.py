@@ -20,9 +20,11 @@ import torch
 from gemm_helpers import assert_product, normal
 from helpers import BF16, FP16
 from mla_helpers import FORMS, Form
+from mla_layer_helpers import LAYER_FORMS
 from toolchain_helpers import MAPPINGS
 
 import k3cupy
+from k3cupy.kernels import mla_norm, mla_query, mla_value
 from k3cupy.kernels.mla_prefill import MANY_ROWS, MlaPrefillConfig
 from k3cupy.runtime import devices, instances, launch
 from k3cupy.runtime.instances import Instance
@@ -239,6 +241,49 @@ def mla_cases() -> Iterator[Case]:
             yield mla_case(form, 4100, rope=True)
 
 
+# Around the epilogue
+
+
+def layer_case(
+    form: str, tokens: int, ending: str, *, off: int = 0, static: bool = False, **settings: Any
+) -> Case:
+    """A call whose first input lies in a wider tensor, `off` columns from alignment."""
+    config = settings.pop("config", None)
+
+    def call(device: str) -> Judge:
+        more = {"scale_tensors": True} if form.startswith("query") else {}
+        made = LAYER_FORMS[form].make(tokens, 2, device=device, **more, **settings)
+        first = in_unwritten(made.first, device, 8 + off, 24)
+        made = made.given(**{made.names_first: first})
+        before = made.snapshot()
+        result = made.run(weight_is_static=static, config=config)
+        return lambda: made.check(before, result)
+
+    return Case("-".join([form, str(tokens), *[ending] * bool(ending)]), call)
+
+
+def layer_cases() -> Iterator[Case]:
+    """Each format with each configuration, or with one; tiles that are not full."""
+    for config in mla_norm.CANDIDATES:
+        static = config.query_warps % 2 == 0
+        yield layer_case("norm", 5, f"{config.query_warps}", static=static, config=config)
+    yield layer_case("norm", 3, "element-wise", off=1, dtype=FP16)
+    for form in ("query", "query-fp8", "query-uint8", "query-ds_mla"):
+        for tokens, rope in ((5, False), (11, True)):
+            yield layer_case(form, tokens, "rope" if rope else "", rope=rope, static=rope)
+    yield layer_case("query-ds_mla", 3, "fp16", dtype=FP16, static=True)
+    for i, query in enumerate(mla_query.CANDIDATES):
+        yield layer_case("query", 7 + i, f"candidate-{i}", rope=True, config=query)
+    yield layer_case("query", 17, "separate")
+    for form in ("value", "value-gate", "value-packed", "value-packed-gate"):
+        for tokens, static in ((5, False), (21, True)):
+            yield layer_case(form, tokens, "static" if static else "", static=static)
+        yield layer_case(form, 3, "element-wise", off=1, dtype=FP16)
+    for i, value in enumerate(mla_value.CANDIDATES):
+        form = "value-packed-gate" if i % 2 else "value-gate"
+        yield layer_case(form, 9, f"candidate-{i}", config=value)
+
+
 # What the tuner launches beside them
 
 
@@ -274,6 +319,7 @@ CASES = (
     *skinny_cases(),
     *skinny_mma_cases(),
     *mla_cases(),
+    *layer_cases(),
     chain_case("empty_kernel"),
     *(
         chain_case(f"{name}<k3cupy::Trigger::{trigger}>")

@@ -50,6 +50,9 @@ KERNELS = (
     ("mla_prefill.cu", "mla_qkv_quant"),
     ("mla_prefill.cu", "mla_kv_concat"),
     ("mla_prefill.cu", "mla_kv_concat_quant"),
+    ("mla_norm.cu", "q_kv_rms_norms"),
+    ("mla_query.cu", "mla_decode_query"),
+    ("mla_value.cu", "head_product"),
     ("fused_a_gemm.cu", "fused_a_gemm"),
     ("fused_a_gemm.cu", "fused_a_gemm_mapped_x"),
     ("skinny_gemm.cu", "skinny_gemm"),
@@ -120,7 +123,7 @@ def test_a_repeated_call_launches_with_its_own_addresses(
 def test_the_files_are_those_of_the_operations() -> None:
     assert {path.stem for path in FOLDER.iterdir()} == set(OPERATIONS)
     size = sum(path.stat().st_size for path in FOLDER.iterdir())
-    assert size < 640_000, "a repository is no place for more"
+    assert size < 800_000, "a repository is no place for more"
 
 
 def test_arguments_have_the_types_of_the_parameters(recorded: Recorded) -> None:

@@ -13,11 +13,22 @@ from golden_recording import shipped_signatures
 
 from k3cupy.call.launch import Parameters
 from k3cupy.choose.table import KERNELS as MODULES
-from k3cupy.kernels import fused_a_gemm, mla_decode, mla_prefill, skinny_gemm
+from k3cupy.kernels import (
+    fused_a_gemm,
+    mla_decode,
+    mla_norm,
+    mla_prefill,
+    mla_query,
+    mla_value,
+    skinny_gemm,
+)
 
 KERNELS = {
     "mla_decode_epilogue": (mla_decode.SOURCE, mla_decode.PARAMETERS),
     **{name: (mla_prefill.SOURCE, ours) for name, ours in mla_prefill.PARAMETERS.items()},
+    "q_kv_rms_norms": (mla_norm.SOURCE, mla_norm.PARAMETERS),
+    "mla_decode_query": (mla_query.SOURCE, mla_query.PARAMETERS),
+    "head_product": (mla_value.SOURCE, mla_value.PARAMETERS),
     "fused_a_gemm": (fused_a_gemm.SOURCE, fused_a_gemm.PARAMETERS),
     "fused_a_gemm_mapped_x": (fused_a_gemm.SOURCE, fused_a_gemm.MAPPED_PARAMETERS),
     "skinny_gemm": (skinny_gemm.SOURCE, skinny_gemm.PARAMETERS),
@@ -66,6 +77,9 @@ def test_every_kernel_of_the_sources_is_named() -> None:
 CONFIGS: dict[str, Any] = {
     "mla_decode": mla_decode.UNTUNED,
     "mla_prefill": mla_prefill.MANY_ROWS,
+    "mla_norm": mla_norm.UNTUNED,
+    "mla_query": mla_query.UNTUNED,
+    "mla_value": mla_value.UNTUNED,
     "fused_a": fused_a_gemm.FusedAGemmConfig(16, 32, 128, 4, 2, 4, 1, 1, 2),
     "skinny": skinny_gemm.SkinnyGemmConfig(1, 32, 1, 1, 8),
 }

@@ -16,7 +16,8 @@ import pytest
 import torch
 from gemm_helpers import GEMMS, normal, residual_of
 from helpers import BF16, FP16
-from mla_helpers import FORMS, as_list, as_out
+from mla_helpers import FORMS, MlaCall, as_list, as_out
+from mla_layer_helpers import LAYER_FORMS, WEIGHTS
 from pdl_helpers import Hunted, Neighbours, Tensors, hunt, neighbours
 from toolchain_helpers import (
     MAPPINGS,
@@ -28,7 +29,15 @@ from toolchain_helpers import (
 )
 
 import k3cupy
-from k3cupy.kernels import fused_a_gemm, mla_decode, mla_prefill, skinny_gemm
+from k3cupy.kernels import (
+    fused_a_gemm,
+    mla_decode,
+    mla_norm,
+    mla_prefill,
+    mla_query,
+    mla_value,
+    skinny_gemm,
+)
 from k3cupy.runtime.offline import compile_cubin
 
 __all__ = ["neighbours"]
@@ -86,29 +95,47 @@ PROMISED = (
 )  # fmt: skip
 
 
-def epilogue(
-    form: str, tokens: int = 24, heads: int = 3, *, ready: bool = False, **settings: Any
-) -> Hunted:
-    """An MLA epilogue; what it turns in place counts among the inputs."""
-    config = settings.pop("config", None)
-    call = FORMS[form].make(tokens, heads, device="cuda", scale_tensors=True, **settings)
+def hunted(call: MlaCall, **fields: Any) -> Callable[..., Hunted]:
+    """A call whose outputs come first; what it turns in place counts among the inputs."""
     found = as_list(call.run())
     outputs = {f"out{i}": torch.zeros_like(tensor) for i, tensor in enumerate(found)}
     inputs = {name: t for name, t in call.args.items() if isinstance(t, torch.Tensor)}
     rest = {name: value for name, value in call.args.items() if name not in inputs}
     if "kv_cache" in inputs:
         outputs["kv_cache"] = inputs.pop("kv_cache")
-    if call.kind == "decode":
-        rest |= {"kv_inputs_ready": ready, "config": config}
 
-    def run(tensors: Tensors, **options: Any) -> None:
-        outs = [tensors[f"out{i}"] for i in range(len(found))]
-        given = {name: t for name, t in tensors.items() if not name.startswith("out")}
-        call.operation(**given, **rest, out=as_out(outs), **options)
+    def with_options(older: tuple[str, ...], **given: Any) -> Hunted:
+        def run(tensors: Tensors, **options: Any) -> None:
+            outs = [tensors[f"out{i}"] for i in range(len(found))]
+            named = {name: t for name, t in tensors.items() if not name.startswith("out")}
+            call.operation(**named, **rest, **given, out=as_out(outs), **options)
 
-    older = tuple(name for name in PROMISED if name in inputs) if ready else ()
+        return Hunted(run, inputs, outputs, tuple(n for n in older if n in inputs), **fields)
+
+    return with_options
+
+
+def epilogue(
+    form: str, tokens: int = 24, heads: int = 3, *, ready: bool = False, **settings: Any
+) -> Hunted:
+    """An MLA epilogue."""
+    config = settings.pop("config", None)
+    call = FORMS[form].make(tokens, heads, device="cuda", scale_tensors=True, **settings)
     early = ("kv_cache",) if ready else ()
-    return Hunted(run, inputs, outputs, older, early, ends_without_a_trigger=True)
+    with_options = hunted(call, early=early, ends_without_a_trigger=True)
+    if call.kind != "decode":
+        return with_options(())
+    return with_options(PROMISED if ready else (), kv_inputs_ready=ready, config=config)
+
+
+def of_layer(form: str, tokens: int, *, static: bool = False, **settings: Any) -> Hunted:
+    """An operation around the epilogue."""
+    config = settings.pop("config", None)
+    more = {"scale_tensors": True} if form.startswith("query") else {}
+    call = LAYER_FORMS[form].make(tokens, 2, device="cuda", **more, **settings)
+    with_options = hunted(call)
+    older = WEIGHTS[call.kind] if static else ()
+    return with_options(older, weight_is_static=static, config=config)
 
 
 Make = Callable[..., Hunted]
@@ -141,9 +168,22 @@ SKINNY_GEMM: dict[str, Make] = {
         ("tensor cores, element-wise", MMA, 3, {"off": 3}),
     )
 }
-GEMM_CALLS = {f"fused_a {name}": make for name, make in FUSED_A.items()} | {
-    f"skinny {name}": make for name, make in SKINNY_GEMM.items()
+LAYER: dict[str, Make] = {
+    "norm": partial(of_layer, "norm", 24),
+    "norm, one warp": partial(of_layer, "norm", 3, config=mla_norm.MlaNormConfig(1)),
+    "norm, element-wise": partial(of_layer, "norm", 3, width=2113),
+    "query": partial(of_layer, "query", 4),
+    "query, fp8 and RoPE": partial(of_layer, "query-fp8", 16, rope=True),
+    "query, ds_mla and RoPE": partial(of_layer, "query-ds_mla", 8, rope=True),
+    "query, separate": partial(of_layer, "query", 17),
+    "value": partial(of_layer, "value-gate", 4),
+    "value, packed": partial(of_layer, "value-packed-gate", 24),
 }
+WITH_WEIGHTS = (
+    {f"fused_a {name}": make for name, make in FUSED_A.items()}
+    | {f"skinny {name}": make for name, make in SKINNY_GEMM.items()}
+    | LAYER
+)
 DECODE: dict[str, Make] = {
     "flat": partial(epilogue, "decode", config=MAPPINGS[0]),
     "one warp": partial(epilogue, "decode", config=MAPPINGS[1], rope=True),
@@ -193,12 +233,12 @@ def has_pdl() -> None:
 @pytest.mark.usefixtures("has_pdl")
 @each_pdl
 @pytest.mark.parametrize("static", [False, True], ids=["", "static"])
-@pytest.mark.parametrize("name", GEMM_CALLS)
-def test_no_race_around_a_gemm(
+@pytest.mark.parametrize("name", WITH_WEIGHTS)
+def test_no_race_around_weights(
     name: str, static: bool, pdl: bool | None, neighbours: Neighbours
 ) -> None:
     """What is not promised is waited for, and nobody gets past it who was promised nothing."""
-    assert_nothing(GEMM_CALLS[name](static=static), neighbours, pdl=pdl)
+    assert_nothing(WITH_WEIGHTS[name](static=static), neighbours, pdl=pdl)
 
 
 @pytest.mark.gpu
@@ -338,6 +378,28 @@ NO_WAIT = [
         "wait_for_predecessor(kv_c_normed, slots.base);",
         PREFILL["fp8 many"],
     ),
+    without(
+        "norm's query warps", "mla_norm.cu", "wait_for_predecessor(row, q_weight);", LAYER["norm"]
+    ),
+    without(
+        "norm's latent warp",
+        "mla_norm.cu",
+        "wait_for_predecessor(source, kv_weight);",
+        LAYER["norm"],
+    ),
+    without(
+        "query's products",
+        "mla_query.cu",
+        "wait_for_predecessor(qkv_a, weight_at);",
+        LAYER["query"],
+    ),
+    without(
+        "query's cache warp",
+        "mla_query.cu",
+        "wait_for_predecessor(qkv_a, slot_mapping);",
+        LAYER["query"],
+    ),
+    without("head_product", "mla_value.cu", "wait_for_predecessor(x, matrix);", LAYER["value"]),
 ]
 
 
@@ -366,6 +428,9 @@ EARLY = [
     early("mla_qkv_quant", PREFILL_FILE, QKV_QUANT, PREFILL["fp8"]),
     early("mla_kv_concat", PREFILL_FILE, KV_CONCAT, PREFILL["concat"]),
     early("mla_kv_concat_quant", PREFILL_FILE, KV_QUANT, PREFILL["concat_fp8"]),
+    early("q_kv_rms_norms", "mla_norm.cu", "constexpr int kThreads =", LAYER["norm"]),
+    early("mla_decode_query", "mla_query.cu", "using Layout =", LAYER["query"]),
+    early("head_product", "mla_value.cu", "constexpr int kWarpsOfK =", LAYER["value"]),
 ]
 PDL = "common/pdl.cuh"
 WAIT = """  asm volatile("griddepcontrol.wait;" ::"l"(address0), "l"(address1) : "memory");
@@ -429,6 +494,7 @@ def test_every_fault_can_be_planted(tmp_path: Path) -> None:
         fault.plant(tmp_path / str(i))
 
 
+LAYER_FILES = {module.SOURCE for module in (mla_norm, mla_query, mla_value)}
 CODE = {
     "fused_a_gemm, warps": ("fused_a_gemm.cu", WARPS, fused_a_gemm.Variant()),
     "fused_a_gemm, mapped": (
@@ -443,6 +509,9 @@ CODE = {
         name: (PREFILL_FILE, mla_prefill.FEW_ROWS, mla_prefill.Variant(operation))
         for operation, name in mla_prefill.FUNCTIONS.items()
     },
+    "q_kv_rms_norms": ("mla_norm.cu", mla_norm.UNTUNED, mla_norm.Variant("bfloat16")),
+    "mla_decode_query": ("mla_query.cu", mla_query.UNTUNED, mla_query.Variant("bfloat16")),
+    "head_product": ("mla_value.cu", mla_value.UNTUNED, mla_value.Variant("bfloat16")),
 }
 """Of each kernel an instance, whose order is looked at."""
 
@@ -458,6 +527,11 @@ SEEN_IN_CODE = [
         ("mla_decode_epilogue", "no wait in decode's query blocks"),
         ("mla_key_concat", "no wait in copy_rope"),
         ("mla_qkv_quant", "no wait in quant_k_pe"),
+        ("q_kv_rms_norms", "no wait in norm's latent warp"),
+        ("q_kv_rms_norms", "no wait in norm's query warps"),
+        ("mla_decode_query", "no wait in query's products"),
+        ("mla_decode_query", "no wait in query's cache warp"),
+        ("head_product", "no wait in head_product"),
     )
 ]
 
@@ -476,5 +550,5 @@ def test_the_machine_code_tells(kernel: str, fault: Fault, tmp_path: Path) -> No
         program,
         has_pdl=True,
         may_skip_the_wait=source == "fused_a_gemm.cu",
-        may_release_early=source.endswith("_gemm.cu"),
+        may_release_early=source.endswith("_gemm.cu") or source in LAYER_FILES,
     )

@@ -18,7 +18,7 @@ from dispatch_helpers import DispatchDevice, gpu
 from fake_device import CudaTensor
 from gemm_helpers import normal
 from helpers import BF16
-from mla_helpers import FORMS, NAMES
+from mla_helpers import FORMS
 from test_call_memory import CALLS, Call, K, M, N, beside, each_operation, wrapper
 
 import k3cupy
@@ -50,8 +50,8 @@ def arguments_of(call: Call) -> dict[str, Any]:
 
 def function_of(call: Call) -> Callable[..., Any]:
     """The public function, which a call of an epilogue looks up when it runs."""
-    kind = getattr(getattr(call.function, "__self__", None), "kind", None)
-    return call.function if kind is None else getattr(k3cupy, NAMES[kind])  # type: ignore[no-any-return]
+    of = getattr(call.function, "__self__", None)
+    return call.function if of is None else getattr(k3cupy, of.name)  # type: ignore[no-any-return]
 
 
 def prepared(call: Call, **options: Any) -> Any:

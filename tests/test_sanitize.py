@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 import time
@@ -25,16 +26,16 @@ CASES = {case.name: case for case in every_kernel.CASES}
 
 
 @pytest.fixture(scope="module")
-def launches() -> Iterator[dict[str, Launch]]:
-    """The launch of each case, on a GPU that is none."""
+def launches() -> Iterator[dict[str, list[Launch]]]:
+    """What each case launches, on a GPU that is none: one kernel, but where they are separate."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(helpers, "GUARD_BYTES", 0)
         device, found = FakeDevice(patch), {}
         for name, case in CASES.items():
             before = len(device.records)
             case.launch("cpu")
-            assert len(device.records) == before + 1, name
-            found[name] = device.records[-1]
+            found[name] = device.records[before:]
+            assert len(found[name]) == (4 if name.endswith("separate") else 1), name
         yield found
 
 
@@ -48,23 +49,23 @@ def kernels_of(source: Path) -> set[str]:
     return set(re.findall(rf"__global__\s+void\s+{launch_bounds}(\w+)\(", text))
 
 
-def test_every_kernel_of_every_shipped_source_runs(launches: dict[str, Launch]) -> None:
+def test_every_kernel_of_every_shipped_source_runs(launches: dict[str, list[Launch]]) -> None:
     """Those of the benchmarks are not in the package, and not here."""
     folder = sources.shipped()
     files = [path for path in folder.rglob("*.cu") if path.parent.name != "bench"]
     wanted = {(str(path.relative_to(folder)), name) for path in files for name in kernels_of(path)}
-    assert len(wanted) == 12
+    assert len(wanted) == 15
     assert all(path.read_text().count("__global__") == len(kernels_of(path)) for path in files)
-    instances = [launch.instance for launch in launches.values()]
+    instances = [launch.instance for launch in itertools.chain(*launches.values())]
     ran = {(i.source, re.split(r"[:<]", i.name_expression)[2]) for i in instances}
     assert ran == wanted
 
 
-def test_every_form_of_a_kernel_runs(launches: dict[str, Launch]) -> None:
+def test_every_form_of_a_kernel_runs(launches: dict[str, list[Launch]]) -> None:
     """Each value of each flag and each kind, of each kernel; of the fused-A GEMM in combination."""
     found: dict[str, list[set[str]]] = {}
     products, wide = set(), set()
-    for launch in launches.values():
+    for launch in itertools.chain(*launches.values()):
         name, values = template_arguments(launch.instance.name_expression)
         if values[-1] == "float":  # the type of the output, where it is not that of x
             wide.add(name)
@@ -79,7 +80,8 @@ def test_every_form_of_a_kernel_runs(launches: dict[str, Launch]) -> None:
     for name, columns in found.items():
         for i, column in enumerate(columns):
             assert not column & flags or column == flags, f"{name}: {column} at {i}"
-    assert found["mla_decode_epilogue"][2] == {f"k3cupy::CacheFormat::{f}" for f in CACHES}
+    for name in ("mla_decode_epilogue", "mla_decode_query"):
+        assert found[name][2] == {f"k3cupy::CacheFormat::{f}" for f in CACHES}
     assert found["mla_decode_epilogue"][6] == {"0", "1", "3"}
     kinds = [f"k3cupy::Product::{kind}" for kind in ("kWarp", "kWarpgroup", "kWarpgroupTokens")]
     pointed = {
@@ -89,6 +91,8 @@ def test_every_form_of_a_kernel_runs(launches: dict[str, Launch]) -> None:
     assert pointed | mapped <= products
     assert found["skinny_gemm_mma"][1] == {"8", "16"}
     assert {"1"} < found["skinny_gemm_mma"][5], "alone and in clusters"
+    assert found["mla_decode_query"][5] == {"8", "16"}, "tiles of few tokens and of more"
+    assert found["head_product"][1] == {"128", "512"}, "the absorbed query, and values"
 
 
 CACHES = ("kSame", "kFp8", "kDsMla")
@@ -104,19 +108,23 @@ def test_each_tool_has_a_fault_in_each_kernel_that_it_can_watch() -> None:
     assert planted <= every
 
 
-KINDS = ("skinny", "skinny on tensor cores", "fused-A", "decode", "prefill")
+KINDS = (
+    *("skinny", "skinny on tensor cores", "fused-A", "decode", "prefill"),
+    *("norm", "query", "value"),
+)
 
 
 @pytest.mark.parametrize("fault", sanitize.FAULTS, ids=lambda f: f"{f.tool}-{f.what}")
 def test_a_fault_is_an_edit_of_what_its_case_runs(
-    fault: sanitize.Fault, launches: dict[str, Launch], tmp_path: Path
+    fault: sanitize.Fault, launches: dict[str, list[Launch]], tmp_path: Path
 ) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC and cuda-core")
     tree = copy_of_sources(tmp_path)
     for each in (*sanitize.ALWAYS.get(fault.tool, ()), *fault.edits):
         assert (tree / each.file).read_text().count(each.old) == 1
         edit(tree / each.file, each.old, each.new)
-    instance = launches[fault.case].instance
+    (launch,) = launches[fault.case]
+    instance = launch.instance
     with sources.source_dir(tree):
         assert sources.load(instance.source).digest != sources.shipped_digest(instance.source)
         assert compile_cubin(instance.source, [instance.name_expression], "sm_90").code

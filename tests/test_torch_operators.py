@@ -13,13 +13,15 @@ from typing import Any, NamedTuple
 
 import helpers
 import numpy as np
-import oracle
 import pytest
 import torch
 import torch.nn.functional as F
 from gemm_helpers import normal
 from helpers import BF16, FP16
-from mla_helpers import FORMS, NAMES, Form, MlaCall, as_list, as_out
+from mla_helpers import FORMS as EPILOGUES
+from mla_helpers import Form, MlaCall, as_list, as_out
+from mla_layer_helpers import LAYER_FORMS
+from operator_helpers import Called, Counting, each_strictness, ours_in, same
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -31,10 +33,12 @@ from k3cupy.torch.compiled import OUTPUTS as GIVEN
 
 OURS = torch.ops.k3cupy
 M, N, K = 4, 64, 128
+LAYERS = ("norm", "query", "query-fp8", "query-ds_mla", "value", "value-gate")
+FORMS: dict[str, Any] = EPILOGUES | {name: LAYER_FORMS[name] for name in LAYERS}
 each_form = pytest.mark.parametrize("form", FORMS.values(), ids=str)
 ALONG_TOKENS = (
     *("ql_nope", "q", "q_pe", "k_nope", "v", "kv_c_normed", "k_pe"),
-    *("slot_mapping", "positions"),
+    *("slot_mapping", "positions", "qkv_a", "latent", "gate"),
 )
 
 
@@ -107,40 +111,8 @@ def mla_call(form: Form, tokens: int = M, device: str = "cpu", **options: Any) -
 
 def of_operator(call: MlaCall) -> dict[str, Any]:
     """The arguments of a call as the operator takes them: numbers beside the tensors."""
-    is_number = {name: isinstance(value, float) for name, value in call.args.items()}
-    return {f"{n}_value" if is_number[n] else n: value for n, value in call.args.items()}
-
-
-def same(got: Any, want: Any, what: str) -> None:
-    """Compare two results, tensor by tensor: type, layout and bits."""
-    for left, right in zip(as_list(got), as_list(want), strict=True):
-        if isinstance(right, torch.Tensor):
-            assert (left.dtype, left.shape, left.stride()) == (
-                right.dtype,
-                right.shape,
-                right.stride(),
-            ), what
-            oracle.assert_same_bits(oracle.bits(left.cpu()), oracle.bits(right.cpu()), what)
-        else:
-            assert left is right is None, what
-
-
-class Counting:
-    """A backend that counts what it compiles, and keeps the operators of ours in each graph."""
-
-    def __init__(self, backend: str = "aot_eager") -> None:
-        self.graphs: list[list[str]] = []
-        self._compile = torch._dynamo.lookup_backend(backend)
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        self.graphs.append(ours_in(graph.graph))
-        return self._compile(graph, inputs)
-
-
-def ours_in(graph: torch.fx.Graph) -> list[str]:
-    """The operators of ours in a graph, without their overloads where that is the default."""
-    called = [str(node.target) for node in graph.nodes if node.op == "call_function"]
-    return [name.removeprefix("k3cupy.") for name in called if name.startswith("k3cupy.")]
+    numbers = {n for n, v in call.args.items() if n.endswith("scale_inv") and isinstance(v, float)}
+    return {f"{n}_value" if n in numbers else n: value for n, value in call.args.items()}
 
 
 # The operators
@@ -149,7 +121,8 @@ def ours_in(graph: torch.fx.Graph) -> list[str]:
 def test_every_operation_has_an_operator_of_its_own_arguments() -> None:
     """All but `stream`, `config` and `out`, in the order of the function, with its defaults."""
     others = {"dsv3_fused_a_gemm"}
-    assert {*operators.SCHEMAS, *others} == {function.__name__ for function in operations}
+    public = {name for f in operations if not (name := f.__name__).startswith("_")}
+    assert {*operators.SCHEMAS, *others} == public
     for name in operators.SCHEMAS:
         schema = getattr(OURS, name).default._schema
         found = {a.name: a for a in schema.arguments if not a.name.endswith("_value")}
@@ -169,20 +142,20 @@ def test_every_operation_has_an_operator_of_its_own_arguments() -> None:
 
 @each_form
 def test_what_is_written_stands_in_the_schema(form: Form) -> None:
-    operator = getattr(OURS, NAMES[form.kind])
+    operator = getattr(OURS, form.function)
     written = {a.name for a in operator.default._schema.arguments if a.alias_info is not None}
     assert written == {*form.written(rope=True)}
     written = {a.name for a in operator.out._schema.arguments if a.alias_info is not None}
-    assert written == {*form.written(rope=True), *GIVEN.get(NAMES[form.kind], ("out",))}
+    assert written == {*form.written(rope=True), *GIVEN.get(form.function, ("out",))}
     assert operator.out._schema.returns == []
 
 
 @each_form
 def test_opcheck(form: Form, device: str) -> None:
     """Caches and outputs that are written come as bytes: opcheck cannot compare e4m3."""
-    options = {"cache": "uint8"} if form.name == "decode-fp8" else {}
+    options = {"cache": "uint8"} if form.name in ("decode-fp8", "query-fp8") else {}
     options |= {"cache": torch.uint8} if form.kind == "fp8" else {}
-    name = NAMES[form.kind]
+    name = form.function
     call = mla_call(form, device=device, **options)
     outs = [
         out.view(torch.uint8) if out.element_size() == 1 else out for out in as_list(call.run())
@@ -216,7 +189,7 @@ def test_schemas_of_others_are_vllms() -> None:
 
 @each_form
 def test_an_operator_is_its_function(form: Form, device: str) -> None:
-    name, (first, second) = NAMES[form.kind], (mla_call(form, device=device) for _ in range(2))
+    name, (first, second) = form.function, (mla_call(form, device=device) for _ in range(2))
     want, got = first.run(), getattr(OURS, name)(**of_operator(second))
     same(got, want, name)
     outs = dict(zip(GIVEN.get(name, ("out",)), map(torch.empty_like, as_list(want)), strict=True))
@@ -231,7 +204,7 @@ def test_an_operator_is_its_function(form: Form, device: str) -> None:
 
 def test_scales_as_tensors_and_as_numbers() -> None:
     form = FORMS["fp8"]
-    name = NAMES[form.kind]
+    name = form.function
     want = mla_call(form).run()
     call = mla_call(form, scale_tensors=True)
     same(getattr(OURS, name)(**call.args), want, "tensors")
@@ -264,10 +237,10 @@ def each_operator_once() -> Iterator[tuple[str, Any, dict[str, Any], str]]:
     """An operator's name, it, the arguments of a call, and the first of them."""
     for form in (FORMS["decode"], *(FORMS[kind] for kind in ("insert", "ds_mla"))):
         given = of_operator(mla_call(form))
-        yield str(form), getattr(OURS, NAMES[form.kind]), given, next(iter(form.inputs))
-    for kind in ("fp8", "concat", "concat_fp8"):
+        yield str(form), getattr(OURS, form.function), given, next(iter(form.inputs))
+    for kind in ("fp8", "concat", "concat_fp8", "norm", "query", "value-gate"):
         given = of_operator(mla_call(FORMS[kind]))
-        yield kind, getattr(OURS, NAMES[kind]), given, next(iter(FORMS[kind].inputs))
+        yield kind, getattr(OURS, FORMS[kind].function), given, next(iter(FORMS[kind].inputs))
     x, weight, _, out = product_arguments()
     for name in ("fused_a_gemm", "skinny_gemm"):
         yield name, getattr(OURS, name), {"x": x, "weight": weight}, "x"
@@ -287,7 +260,7 @@ def test_gradients_are_refused_and_never_zero() -> None:
             mine = {**given, followed: given[followed].detach().clone().requires_grad_()}
             with pytest.raises(ValueError, match=f"{followed}: expected a tensor without gradient"):
                 operator(**mine)
-            if followed in ("x", "ql_nope", "k_nope"):
+            if followed in ("x", "ql_nope", "k_nope", "qkv_a", "latent"):
                 with torch.no_grad():
                     operator(**mine)
         followed = floats_of(given)[-1]
@@ -338,7 +311,7 @@ def test_the_linear_under_vmap_is_a_loop() -> None:
 
 def follow(call: MlaCall) -> Callable[..., Any]:
     """A call, and what comes behind it in the graph: what it has written is read."""
-    run = getattr(k3cupy, NAMES[call.kind])
+    run = getattr(k3cupy, call.name)
 
     def step(given: dict[str, Any]) -> Any:
         out = run(**given)
@@ -368,7 +341,7 @@ def test_one_graph_for_every_number_of_tokens(form: Form, device: str) -> None:
         for name in form.tensors:
             if isinstance(theirs.args.get(name), torch.Tensor):
                 same(mine.args[name], theirs.args[name], name)
-    assert counting.graphs == [[NAMES[form.kind]]]
+    assert counting.graphs == [[form.function]]
 
 
 @each_product
@@ -415,7 +388,7 @@ def test_try_low_latency_gemm_in_compiled_code_always_gives_an_output() -> None:
     same(compiled(x, weight), F.linear(x, weight), "the linear")
 
 
-@pytest.mark.parametrize("name", ["decode-ds_mla", "concat_fp8"])
+@pytest.mark.parametrize("name", ["decode-ds_mla", "concat_fp8", "norm", "value-gate"])
 def test_an_output_that_is_given_comes_back_itself(name: str) -> None:
     form = FORMS[name]
     mine, theirs = mla_call(form), mla_call(form)
@@ -444,6 +417,25 @@ def test_scales_that_are_numbers_change_from_call_to_call() -> None:
         run(**{**theirs.args, "cache_scale_inv": scale})
         compiled(mine.args, scale)
         same(mine.args["kv_cache"], theirs.args["kv_cache"], f"a scale of {scale}")
+
+
+def test_an_epsilon_that_changes_and_heads_that_are_a_symbol() -> None:
+    norm, value = FORMS["norm"], FORMS["value-gate"]
+    call = mla_call(norm)
+    compiled = torch.compile(
+        lambda qkv_a, q, kv, eps: k3cupy.fused_q_kv_rmsnorm(qkv_a, q, kv, eps=eps),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    tensors = [call.args[name] for name in norm.inputs]
+    for eps in (0.5, 1e-6, 2.0, 1):
+        same(compiled(*tensors, eps), call.run(eps=eps), f"an epsilon of {eps}")
+    compiled = torch.compile(
+        k3cupy.fused_mla_decode_value, fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    for heads in (2, 3, 12):
+        call = value.make(5, heads)
+        same(compiled(*(call.args[name] for name in value.inputs)), call.run(), f"{heads} heads")
 
 
 def test_caches_that_are_views_and_two_writes_of_one() -> None:
@@ -705,35 +697,21 @@ def test_a_program_that_never_names_the_operators() -> None:
 # Exports
 
 
-class Called(nn.Module):
-    """A function as a module, which is what is exported."""
-
-    def __init__(self, run: Callable[..., Any]) -> None:
-        super().__init__()
-        self.run = run
-
-    def forward(self, given: dict[str, Any]) -> Any:
-        return self.run(**given)
-
-
-each_strictness = pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
-
-
 @each_strictness
-@pytest.mark.parametrize("name", ["insert", "fp8"])
+@pytest.mark.parametrize("name", ["insert", "fp8", "norm", "query-fp8", "value-gate"])
 def test_an_epilogue_is_exported(name: str, strict: bool) -> None:
     form = FORMS[name]
     mine, theirs = (mla_call(form) for _ in range(2))
-    run = getattr(k3cupy, NAMES[form.kind])
+    run = getattr(k3cupy, form.function)
     with torch.no_grad():
         program = torch.export.export(Called(run), (mine.args,), strict=strict)
-    assert ours_in(program.graph) == [f"{NAMES[form.kind]}.default"]
+    assert ours_in(program.graph) == [f"{form.function}.default"]
     got, want = program.module()(mine.args), theirs.run()
     same(tuple(as_list(got)) if len(as_list(want)) > 1 else got, want, name)
     for argument in form.tensors:
         if isinstance(theirs.args.get(argument), torch.Tensor):
             same(mine.args[argument], theirs.args[argument], argument)
-    assert NAMES[form.kind] in str(program.run_decompositions().graph), "still there"
+    assert form.function in str(program.run_decompositions().graph), "still there"
 
 
 @each_strictness
@@ -883,16 +861,17 @@ def test_products_in_a_cuda_graph_of_the_compiler(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["decode", "insert", "fp8"])
+@pytest.mark.parametrize("name", ["decode", "insert", "fp8", "norm", "value-gate"])
 def test_exported_epilogues_on_a_gpu(name: str) -> None:
     form = FORMS[name]
     mine, theirs = (mla_call(form, device="cuda") for _ in range(2))
     with torch.no_grad():
-        run = Called(getattr(k3cupy, NAMES[form.kind]))
+        run = Called(getattr(k3cupy, form.function))
         program = torch.export.export(run, (mine.args,), strict=False)
     got, want = program.module()(mine.args), theirs.run()
     same(tuple(as_list(got)) if len(as_list(want)) > 1 else got, want, name)
-    same(mine.args["kv_cache"], theirs.args["kv_cache"], "the cache")
+    for argument in form.written(rope=True):
+        same(mine.args[argument], theirs.args[argument], argument)
 
 
 @pytest.mark.gpu

@@ -210,9 +210,17 @@ def reached(
         named = re.search(r"(?:^|[\s,(`])0x([0-9a-f]+)\)?$", instruction.operands)
         return index_of.get(int(named[1], 16)) if named else None
 
-    meeting_points = [target(i) for i in program if i.base == "BSSY"]
+    def barrier(instruction: Instruction) -> str:
+        return instruction.operands.partition(",")[0]
+
     seen: set[int] = set()
     pending = list(start)
+    # Where threads meet again, by barrier; what was set up before the start still holds.
+    meeting_points: dict[str, list[int | None]] = {}
+    for here in program[: max(pending, default=0)]:
+        if here.base == "BSSY":
+            meeting_points.setdefault(barrier(here), []).append(target(here))
+    synced: set[str] = set()
     while pending:
         at = pending.pop()
         if at in seen or at >= len(program):
@@ -226,8 +234,13 @@ def reached(
             pending.append(at + 1)
         if here.base in ("BRA", "WARPSYNC", "CALL", "JMP"):
             pending += [i for i in [target(here)] if i is not None]
+        if here.base == "BSSY":
+            meeting_points.setdefault(barrier(here), []).append(target(here))
+            if barrier(here) in synced:
+                pending += [i for i in [target(here)] if i is not None]
         if here.base == "BSYNC":
-            pending += [i for i in meeting_points if i is not None]
+            synced.add(barrier(here))
+            pending += [i for i in meeting_points.get(barrier(here), ()) if i is not None]
     return [program[i] for i in sorted(seen)]
 
 
@@ -415,7 +428,9 @@ def inspect(source: str, wanted: Sequence[Inspectable], arch: str) -> None:
         code = found[instance.name]
         told = instance.resource_problems(code.used, arch)
         told += instance.code_problems(code.program, arch)
-        told += [f"flushes subnormal numbers: {i}" for i in code.program if i.flushes]
+        may_flush = getattr(instance, "may_flush", lambda _: False)
+        flushing = [i for i in code.program if i.flushes and not may_flush(i)]
+        told += [f"flushes subnormal numbers: {i}" for i in flushing]
         problems += [f"{instance.name}: {problem}" for problem in told]
     assert not problems, f"{arch}:\n" + "\n".join(problems)
 

@@ -9,13 +9,14 @@ from typing import Any, TypeVar
 
 from k3cupy.runtime.dlpack import packed_strides
 from k3cupy.runtime.errors import reject, shown
-from k3cupy.runtime.tensors import ALIGNMENT, TensorView, check_memory, pytorch
+from k3cupy.runtime.tensors import ALIGNMENT, TensorView, check_memory, is_number, pytorch
 
 Config = TypeVar("Config")
 OPTIONAL_BOOL = (type(None), bool)
 """The types of ``pdl``, for the look on the way of a call that spares it ``check_flags``."""
 
 _COPY = "Make a contiguous copy first"
+_MOST_FLOAT32 = 3.4e38
 
 
 def check_dtype(name: str, v: TensorView, accepted: tuple[str, ...], hint: str = "") -> None:
@@ -126,6 +127,15 @@ def check_flags(given: Mapping[str, Any], *names: str) -> None:
         if not (isinstance(value, bool) or (may_be_none and value is None)):
             accepted = "None, True or False" if may_be_none else "True or False"
             reject(name, accepted, shown(value), error=TypeError)
+
+
+def epsilon_of(value: Any) -> float:
+    """Return what a norm adds to the mean of the squares: a number from 0 on, finite in fp32."""
+    if not is_number(value):
+        reject("eps", "a number", shown(value), error=TypeError)
+    if not 0 <= value <= _MOST_FLOAT32:
+        reject("eps", "a finite number of at least 0 (in fp32)", shown(value))
+    return float(value)
 
 
 def check_scale_tensor(name: str, v: TensorView) -> None:

@@ -1,17 +1,17 @@
-"""What the MLA epilogues share of what they accept, and what K3CUPY_CHECK looks at."""
+"""What the operations of an MLA layer share of what they accept, and what K3CUPY_CHECK looks at."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from k3cupy.accept import checks
-from k3cupy.call.arguments import Output, Problem
+from k3cupy.call.arguments import Arguments, Output, Problem, Values
 from k3cupy.constants import KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from k3cupy.runtime import streams, tensors
+from k3cupy.runtime import streams, tensors, tracing
 from k3cupy.runtime.errors import CaptureError, reject
 from k3cupy.runtime.tensors import TensorView
 
@@ -23,6 +23,52 @@ FP8 = ("float8_e4m3fn", "uint8")
 _INDICES = ("slot_mapping", "positions")
 
 
+class Signature:
+    """The arguments and outputs of an operation.
+
+    Attributes:
+        op: public name.
+        inputs: arguments that are tensors, in order; the others must be like the first.
+        outputs: name -> width of each output.
+        is_fp8: the outputs are e4m3.
+        out_names: how messages name ``out``, one name an output.
+        arguments: all tensor arguments, ``out`` last.
+    """
+
+    def __init__(
+        self, op: str, inputs: Sequence[str], outputs: Mapping[str, int], *, is_fp8: bool = False
+    ) -> None:
+        self.op, self.inputs, self.outputs, self.is_fp8 = op, tuple(inputs), dict(outputs), is_fp8
+        several = len(outputs) > 1
+        self.out_names = tuple(f"out[{i}]" for i in range(len(outputs))) if several else ("out",)
+        scales = [name for name in inputs if name.endswith("scale_inv")]
+        optional = {*scales, *ROPE}
+        self.arguments = Arguments(
+            (*inputs, *self.out_names), [n for n in inputs if n not in optional], scales
+        )
+
+
+@tracing.instead("split_out")
+def split_out(signature: Signature, out: Any) -> Values:
+    """Return what was given as ``out``, one value an output.
+
+    Raises:
+        TypeError, ValueError: several outputs and no tuple of as many tensors.
+    """
+    count = len(signature.out_names)
+    if out is None or count == 1:
+        return (out,) + (None,) * (count - 1)
+    wanted = f"a tuple of {count} tensors ({', '.join(signature.outputs)})"
+    if not isinstance(out, tuple | list):
+        reject("out", wanted, type(out).__name__, error=TypeError)
+    if len(out) != count:
+        reject("out", wanted, f"{len(out)} of them")
+    for name, value in zip(signature.out_names, out, strict=True):
+        if value is None:
+            reject(name, "a tensor like the others", "None", error=TypeError)
+    return tuple(out)
+
+
 @dataclass(frozen=True)
 class MlaProblem(Problem):
     """A call that passed validation.
@@ -31,17 +77,30 @@ class MlaProblem(Problem):
         variant: which kernel the arguments ask for.
         num_heads: H.
         num_slots: tokens that the cache holds; 0 without one.
+        epsilon: what a norm adds to the mean of the squares.
     """
 
     variant: Any
     num_heads: int
     num_slots: int
+    epsilon: float = 0.0
 
 
 def drop_unread_cache(views: dict[str, TensorView], first: TensorView) -> None:
     """Leave the cache out of a call without tokens: engines make such before they have one."""
     if first.shape[:1] == (0,):
         views.pop("kv_cache", None)
+
+
+def check_alike(views: Views, names: Sequence[str]) -> str:
+    """Accept inputs of one type with 16 bits, and return that."""
+    first, *others = names
+    dtype = views[first].dtype
+    checks.check_dtype(first, views[first], ("bfloat16", "float16"))
+    for name in others:
+        if name in views and views[name].dtype != dtype:
+            reject(name, f"{dtype} like {first}", views[name].dtype, error=TypeError)
+    return dtype
 
 
 def check_rope_types(views: Views) -> None:
@@ -81,6 +140,15 @@ def check_shapes(
     for name, shape in wanted.items():
         if name in views:
             checks.check_shape(name, views[name], shape, like)
+    check_places(views, num_tokens, cache_width)
+    for name, width in outs.items():
+        if name in views:
+            checks.check_shape(name, views[name], (num_tokens, num_heads, width))
+    return num_tokens, num_heads
+
+
+def check_places(views: Views, num_tokens: int, cache_width: int) -> None:
+    """Check the shapes of the cache, of slots and positions, and of the RoPE table."""
     if "kv_cache" in views:
         checks.check_shape("kv_cache", views["kv_cache"], ("num_blocks", "block_size", cache_width))
     for name in _INDICES:
@@ -94,27 +162,28 @@ def check_shapes(
         checks.check_shape("cos_sin_cache", table, ("max_position", QK_ROPE_HEAD_DIM))
         if table.shape[0] == 0 and num_tokens:
             reject("cos_sin_cache", "at least 1 position", "0")
-    for name, width in outs.items():
-        if name in views:
-            checks.check_shape(name, views[name], (num_tokens, num_heads, width))
-    return num_tokens, num_heads
 
 
 def problem_of(
     views: dict[str, TensorView],
     variant: Any,
     outputs: tuple[Output, ...],
-    updated: tuple[str, ...],
+    updated: tuple[str, ...] = (),
     untouched: Collection[str] = (),
+    *,
+    num_heads: int = 1,
+    epsilon: float = 0.0,
 ) -> MlaProblem:
     """Check where and how tensors of the right types and shapes lie, and return the call.
 
     Args:
         views: the tensors.
-        variant: what they ask for, but for ``vector``.
-        outputs: each [num_tokens, num_heads, width].
+        variant: what they ask for, but for ``vector``, where it has that.
+        outputs: each [num_tokens, ...].
         updated: names of inputs that are written.
         untouched: names of inputs that are neither read nor written.
+        num_heads: of the call, where it has heads.
+        epsilon: of its norms.
     """
     for name, v in views.items():
         checks.check_strides(name, v, inner=name not in _INDICES)
@@ -132,23 +201,25 @@ def problem_of(
     if blocks * block_size >= 1 << 31:
         reject("kv_cache", "fewer than 2^31 slots", f"{blocks * block_size}")
     checks.check_grad(views)
-    num_tokens, num_heads, _ = outputs[0].shape
     reasons = [
         checks.misalignment(name, v)
         for name, v in views.items()
         if name not in (*_INDICES, *untouched) and not name.endswith("scale_inv")
     ]
     slow_reason = next(filter(None, reasons), None)
+    if hasattr(variant, "vector"):
+        variant = replace(variant, vector=slow_reason is None)
     return MlaProblem(
         views=checks.without_owners(views),
-        num_tokens=num_tokens,
+        num_tokens=outputs[0].shape[0],
         outputs=outputs,
         updated=updated,
         in_place=(),
         slow_reason=slow_reason,
-        variant=replace(variant, vector=slow_reason is None),
+        variant=variant,
         num_heads=num_heads,
         num_slots=blocks * block_size,
+        epsilon=epsilon,
     )
 
 
@@ -156,7 +227,8 @@ def reference_arrays(problem: MlaProblem, arrays: Mapping[str, Any]) -> dict[str
     """Return a call's arrays as the CPU functions take them: an entry a token, k_pe [T, 64]."""
     count = problem.num_tokens
     found = {name: array[:count] if name in _INDICES else array for name, array in arrays.items()}
-    found["k_pe"] = found["k_pe"].reshape(count, QK_ROPE_HEAD_DIM)
+    if "k_pe" in found:
+        found["k_pe"] = found["k_pe"].reshape(count, QK_ROPE_HEAD_DIM)
     return found
 
 

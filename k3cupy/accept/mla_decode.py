@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from k3cupy.accept import checks, mla
@@ -28,30 +28,47 @@ def accept(values: Values, *, ds_mla: bool, kv_inputs_ready: bool) -> mla.MlaPro
     views = ARGUMENTS.views(values)
     dtype = views["ql_nope"].dtype
     mla.drop_unread_cache(views, views["ql_nope"])
-    _check_types(given, views, dtype, ds_mla)
+    check_types(given, views, ("ql_nope", "q_pe", "kv_c_normed", "k_pe"), ds_mla)
     width = DS_MLA_ROW_BYTES if ds_mla else LATENT_DIM
     num_tokens, num_heads = mla.check_shapes(views, _HEAD_WIDTHS, width, {"out": LATENT_DIM})
-    num_rows = num_tokens * (num_heads + 1)
-    if num_rows >= _MAX_ROWS:
-        expected = f"num_tokens * (num_heads + 1) below {_MAX_ROWS}"
-        reject("ql_nope", expected, f"{num_rows}", "Split the batch")
+    check_rows("ql_nope", num_tokens, num_heads)
     variant = Variant(
         dtype=dtype,
         query_fp8="q_scale_inv" in given,
-        cache="ds_mla" if ds_mla else "fp8" if "cache_scale_inv" in given else "same",
+        cache=cache_of(given, ds_mla),
         rope="positions" in given,
         kv_inputs_ready=kv_inputs_ready,
     )
     out_dtype = "float8_e4m3fn" if variant.query_fp8 else dtype
     out = Output("out", "mqa_q", (num_tokens, num_heads, LATENT_DIM), out_dtype)
-    return mla.problem_of(views, variant, (out,), updated=("kv_cache",))
+    return mla.problem_of(views, variant, (out,), updated=("kv_cache",), num_heads=num_heads)
 
 
-def _check_types(given: Mapping[str, Any], views: mla.Views, dtype: str, ds_mla: bool) -> None:
-    checks.check_dtype("ql_nope", views["ql_nope"], ("bfloat16", "float16"))
-    for name in ("q_pe", "kv_c_normed", "k_pe"):
-        if views[name].dtype != dtype:
-            reject(name, f"{dtype} like ql_nope", views[name].dtype, error=TypeError)
+def check_rows(first: str, num_tokens: int, num_heads: int) -> None:
+    """Refuse a call of more rows than a launch can have, by the name of its first input."""
+    num_rows = num_tokens * (num_heads + 1)
+    if num_rows >= _MAX_ROWS:
+        expected = f"num_tokens * (num_heads + 1) below {_MAX_ROWS}"
+        reject(first, expected, f"{num_rows}", "Split the batch")
+
+
+def cache_of(given: Mapping[str, Any], ds_mla: bool) -> str:
+    """Return what kernels call the format of the cache."""
+    return "ds_mla" if ds_mla else "fp8" if "cache_scale_inv" in given else "same"
+
+
+def check_types(
+    given: Mapping[str, Any], views: mla.Views, inputs: Sequence[str], ds_mla: bool
+) -> None:
+    """Check the types of a call that makes an absorbed query and writes cache rows.
+
+    Args:
+        given: what was given, numbers too.
+        views: the tensors among it.
+        inputs: names of those of one type with 16 bits.
+        ds_mla: the cache has 656-byte rows.
+    """
+    dtype = mla.check_alike(views, inputs)
     if "kv_cache" in views:
         _check_cache(given, views["kv_cache"], dtype, ds_mla)
     checks.check_dtype("slot_mapping", views["slot_mapping"], mla.INDEX_TYPES)

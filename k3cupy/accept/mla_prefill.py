@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 from k3cupy.accept import checks, mla
-from k3cupy.call.arguments import Arguments, Output, Values
+from k3cupy.accept.mla import Signature
+from k3cupy.call.arguments import Output, Values
 from k3cupy.constants import (
     DS_MLA_ROW_BYTES,
     LATENT_DIM,
@@ -15,7 +13,6 @@ from k3cupy.constants import (
     V_HEAD_DIM,
 )
 from k3cupy.kernels import mla_prefill as kernel
-from k3cupy.runtime import tracing
 from k3cupy.runtime.errors import reject
 from k3cupy.runtime.tensors import TensorView
 
@@ -25,52 +22,6 @@ _MAX_ROWS = 1 << 30
 _CACHE_WIDTHS = dict.fromkeys(kernel.INSERTS, LATENT_DIM)
 _CACHE_WIDTHS[kernel.KEY_CONCAT_DS_MLA] = DS_MLA_ROW_BYTES
 _HEAD_WIDTHS = {"q": QK_HEAD_DIM, "k_nope": QK_NOPE_HEAD_DIM, "v": V_HEAD_DIM}
-
-
-class Signature:
-    """The arguments and outputs of one of the five.
-
-    Attributes:
-        op: public name.
-        inputs: positional arguments, in order; the others must be like the first.
-        outputs: name -> width of each output.
-        is_fp8: the outputs are e4m3.
-        out_names: how messages name ``out``, one name an output.
-        arguments: all tensor arguments, ``out`` last.
-    """
-
-    def __init__(
-        self, op: str, inputs: Sequence[str], outputs: Mapping[str, int], *, is_fp8: bool
-    ) -> None:
-        self.op, self.inputs, self.outputs, self.is_fp8 = op, tuple(inputs), dict(outputs), is_fp8
-        several = len(outputs) > 1
-        self.out_names = tuple(f"out[{i}]" for i in range(len(outputs))) if several else ("out",)
-        scales = [name for name in inputs if name.endswith("scale_inv")]
-        optional = {*scales, *mla.ROPE}
-        self.arguments = Arguments(
-            (*inputs, *self.out_names), [n for n in inputs if n not in optional], scales
-        )
-
-
-@tracing.instead("split_out")
-def split_out(signature: Signature, out: Any) -> Values:
-    """Return what was given as ``out``, one value an output.
-
-    Raises:
-        TypeError, ValueError: several outputs and no tuple of as many tensors.
-    """
-    count = len(signature.out_names)
-    if out is None or count == 1:
-        return (out,) + (None,) * (count - 1)
-    wanted = f"a tuple of {count} tensors ({', '.join(signature.outputs)})"
-    if not isinstance(out, tuple | list):
-        reject("out", wanted, type(out).__name__, error=TypeError)
-    if len(out) != count:
-        reject("out", wanted, f"{len(out)} of them")
-    for name, value in zip(signature.out_names, out, strict=True):
-        if value is None:
-            reject(name, "a tensor like the others", "None", error=TypeError)
-    return tuple(out)
 
 
 _LATENT = ("q", "k_nope", "k_pe", "kv_c_normed")
@@ -123,6 +74,7 @@ def accept(signature: Signature, values: Values) -> mla.MlaProblem:
         ),
         updated=("kv_cache", *(["q"] * turns_query)) if op in kernel.INSERTS else (),
         untouched=() if rope or signature.is_fp8 else ("q",),
+        num_heads=num_heads,
     )
 
 

@@ -252,11 +252,45 @@ def window_summary(entry: Entry) -> dict[str, Any]:
     """Return the figures of an entry that decide: each column, and ours over the others."""
     us = {column: sum(added.values()) for column, added in entry["added_us"].items()}
     over = {f"over_{column}": us["ours"] / us[column] for column in us}
-    return {**us, **over, "over_floor": us["ours"] / entry["floor_us"]}
+    fewer = us.get("fewer")
+    return {
+        **us,
+        **over,
+        "over_floor": us["ours"] / entry["floor_us"],
+        "fewer": fewer,
+        "fewer_over_public": None if fewer is None else fewer / us["public"],
+        "fewer_over_ours": None if fewer is None else fewer / us["ours"],
+    }
 
 
 def _window_kernels(entry: Entry, _: Entry) -> str:
-    return ", ".join(f"{name.split()[0]}: {ran}" for name, ran in entry["ran"]["ours"].items())
+    told = []
+    for column, before in (("ours", ""), ("fewer", "fewer launches: ")):
+        ran = entry["ran"].get(column, {}).items()
+        if ran:
+            told.append(before + ", ".join(f"{name.split()[0]}: {which}" for name, which in ran))
+    return "; ".join(told)
+
+
+# --- Steps in front of attention -----------------------------------------------------------------
+
+
+def step_summary(entry: Entry) -> dict[str, Any]:
+    """Return the figures of an entry that decide: the best of what is no form of ours, and ours.
+
+    Of the query front that is the best of the separate kernels.
+    """
+    times = {n: us for n, us in entry["beside_us"].items() if not n.startswith("mla_query")}
+    best = min(times, key=lambda name: times[name])
+    return {
+        "beside": best,
+        "beside_us": times[best],
+        "over_beside": entry["ours_us"] / times[best],
+    }
+
+
+def _errors(errors: Iterable[float]) -> str:
+    return " / ".join(f"{error:.2e}" for error in errors) or "-"
 
 
 # --- The host's time of a call -------------------------------------------------------------------
@@ -381,7 +415,28 @@ FORMS = {
             _derived("x structure", "over_public", ".3f"),
             _derived("x plan", "over_plan", ".3f"),
             _derived("x floor", "over_floor"),
+            Column("fewer launches", lambda _, s: _us(s["fewer"])),
+            Column("x structure", lambda _, s: _maybe(s["fewer_over_public"], ".3f")),
+            Column("x ours", lambda _, s: _maybe(s["fewer_over_ours"], ".3f")),
             Column("what ran", _window_kernels),
+        ),
+    ),
+    "step": Form(
+        title="Steps in front of attention, microseconds added to the chain",
+        marker="step-results",
+        unit="Microseconds added to the chain",
+        summary=step_summary,
+        columns=(
+            Column("step", lambda e, _: e["kind"], is_words=True),
+            _measured("tokens", "d", "B"),
+            _measured("heads", "d", "H"),
+            _measured("chain_us"),
+            _measured("floor_us"),
+            _measured("ours_us", name="ours"),
+            Column("best beside", lambda _, s: f"{s['beside_us']:.2f} ({s['beside']})"),
+            _derived("x beside", "over_beside", ".3f"),
+            Column("error, separate", lambda e, _: _errors(e["errors"].values())),
+            Column("what ran", lambda e, _: e["ran"]),
         ),
     ),
     "start": Form(

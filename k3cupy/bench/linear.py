@@ -75,8 +75,16 @@ class Entry:
     candidates: dict[str, float] = field(default_factory=dict)
 
 
-def best_of_table(target: GemmTarget, gpu: DeviceInfo) -> tuple[Candidate, ...]:
-    """Return the candidates that are the fastest for a product by the tables, the best first."""
+def best_of_table(
+    target: GemmTarget, gpu: DeviceInfo, count: int | None = _BEST_OF_TABLE
+) -> tuple[Candidate, ...]:
+    """Return the candidates that are the fastest for a product by the tables, the best first.
+
+    Args:
+        target: the product.
+        gpu: whose tables.
+        count: how many; None for all.
+    """
     numbers = (target.n, target.k, target.tokens)
     listed = (gemm.entry_at(table, *numbers, residual=False)[0] for table in tables_of(GEMM, gpu))
     entry = next((found for found in listed if found is not None), None)
@@ -86,7 +94,7 @@ def best_of_table(target: GemmTarget, gpu: DeviceInfo) -> tuple[Candidate, ...]:
             fitted = gemm.fits(kernel, config, target.tokens, gpu)
             if fitted is not None:
                 times[Candidate(kernel, fitted)] = us
-    return tuple(sorted(times, key=times.__getitem__)[:_BEST_OF_TABLE])
+    return tuple(sorted(times, key=times.__getitem__)[:count])
 
 
 def ours(x: torch.Tensor) -> Body:

@@ -49,7 +49,13 @@ def plot_gemm(document: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-_WINDOW_COLUMNS = {"cublas": "cuBLAS", "public": "structure", "plan": "plan", "ours": "ours"}
+_WINDOW_COLUMNS = {
+    "cublas": "cuBLAS",
+    "public": "structure",
+    "plan": "plan",
+    "ours": "ours",
+    "fewer": "fewer",
+}
 """As the entries name the columns, and as they stand below the bars."""
 
 _BAR = 0.8
@@ -82,20 +88,23 @@ def plot_windows(document: Mapping[str, Any], path: Path) -> None:
 
 def _draw_window(panel: Any, entries: Sequence[Mapping[str, Any]]) -> None:
     """Draw the entries of one window side by side, a group a number of tokens."""
-    step = len(_WINDOW_COLUMNS) + 1
+    columns = [column for column in _WINDOW_COLUMNS if column in entries[0]["added_us"]]
+    step = len(columns) + 1
     places, names = [], []
+    colors: dict[str, str] = {}
     for group, entry in enumerate(entries):
         first, summary = group * step, window_summary(entry)
-        for place, (column, name) in enumerate(_WINDOW_COLUMNS.items(), first):
-            bottom = 0.0
-            for color, (kernel, us) in enumerate(entry["added_us"][column].items()):
-                label = kernel if place == 0 else None
-                panel.bar(place, us, _BAR, bottom, color=f"C{color}", label=label)
+        for place, column in enumerate(columns, first):
+            bottom, name = 0.0, _WINDOW_COLUMNS[column]
+            for kernel, us in entry["added_us"][column].items():
+                label = None if kernel in colors else kernel
+                color = colors.setdefault(kernel, f"C{len(colors)}")
+                panel.bar(place, us, _BAR, bottom, color=color, label=label)
                 bottom += us
             panel.text(place, bottom, f"{summary[column]:.1f}", ha="center", va="bottom", size=7)
             places.append(place)
             names.append(f"{name}\nB = {entry['tokens']}" if column == "public" else name)
-        ends = first - _BAR / 2, first + len(_WINDOW_COLUMNS) - 1 + _BAR / 2
+        ends = first - _BAR / 2, first + len(columns) - 1 + _BAR / 2
         line: dict[str, Any] = {"colors": "black", "linestyles": "dashed", "linewidth": 0.8}
         panel.hlines(entry["floor_us"], *ends, **line, label=None if group else "floor")
     panel.set_xticks(places, names, size=7)

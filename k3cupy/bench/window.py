@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from k3cupy.bench import document, floor
 from k3cupy.bench.layers import (
     COLUMNS,
     CUBLAS,
+    FEWER,
     OURS,
     PLAN,
     STRUCTURE,
@@ -28,15 +29,23 @@ from k3cupy.bench.layers import (
     Weights,
     Window,
 )
+from k3cupy.bench.linear import best_of_table
+from k3cupy.choose import gemm
+from k3cupy.choose.gemm import FUSED_A
+from k3cupy.runtime import devices, instances
 from k3cupy.timing.chain import Chain, consumer_of
 from k3cupy.timing.cold import COLD_BYTES, Body
 from k3cupy.timing.graphs import Effort, Recorded, in_turns
+from k3cupy.tuning.entries import LINEAR, Candidate
+from k3cupy.tuning.targets import GemmTarget
 
 TOKENS = (1, 2, 4, 8, 16, 64)
 CONSUMER = "consumer"
 
 _LAYERS = 60
-_EFFORT = Effort(rounds=5, replays=5)
+_EFFORT, _GLANCE = Effort(rounds=5, replays=5), Effort(rounds=3, replays=5)
+_FEW_STAGES = (3, 4, 5)
+"""Of the fused-A GEMM, so that it leaves shared memory to the kernel behind it."""
 
 
 @dataclass
@@ -51,6 +60,8 @@ class Entry:
         added_us: column -> what each kernel adds, by name, in order; the first is the consumer
             alone. Together they are the window.
         ran: column -> which kernel ran, by name, where columns differ.
+        tried_us: the whole window of fewer launches with each candidate for its first product; the
+            best of them is what ran.
     """
 
     kind: str
@@ -59,6 +70,7 @@ class Entry:
     floor_us: float
     added_us: dict[str, dict[str, float]]
     ran: dict[str, dict[str, str]] = field(default_factory=dict)
+    tried_us: dict[str, float] = field(default_factory=dict)
 
 
 def layers_of(
@@ -92,6 +104,61 @@ def added(times: Mapping[str, float]) -> dict[str, float]:
     return {name: round(us - before, 4) for name, (before, us) in zip(times, pairs, strict=True)}
 
 
+def candidates_of(window: Window, tokens: int) -> tuple[Candidate, ...]:
+    """Return what may compute the product that a window tries, all of it compiled.
+
+    That is what the tables list, and of it the fused-A GEMM with fewer stages.
+    """
+    if not window.tried:
+        return ()
+    gpu = devices.info(torch.cuda.current_device())
+    n, k = window.shapes[window.tried]
+    target = GemmTarget(n, k, tokens)
+    listed = best_of_table(target, gpu, None)
+    fewer = [
+        Candidate(FUSED_A, replace(config, stages=count, stages_x=min(count, config.stages_x)))
+        for kernel, config in listed
+        for count in _FEW_STAGES
+        if kernel == FUSED_A and count < config.stages
+    ]
+    fitting = [candidate for candidate in fewer if candidate.config.fits(tokens, gpu)]
+    found = tuple(dict.fromkeys((*listed, *fitting)))
+    instances.load_all([target.instance(candidate) for candidate in found], gpu.index)
+    return found
+
+
+def fastest_of(
+    window: Window, candidates: Sequence[Candidate], weights: Sequence[Weights]
+) -> tuple[list[Step], dict[str, float]]:
+    """Return the window of fewer launches with the best of some candidates, and all times.
+
+    Raises:
+        RuntimeError: a window with one of them is wrong; nothing was timed.
+    """
+    recorded = Recorded(max(_LAYERS, len(weights)))
+    tried = {candidate: window.steps(FEWER, candidate) for candidate in candidates}
+    for candidate, steps in tried.items():
+        wrong = window.check(steps, weights[0])
+        if wrong is not None:
+            raise RuntimeError(f"{candidate} for {window.tried}: {wrong}, not timed")
+        recorded.record(candidate, in_turns(_layer(steps), weights))
+    times = dict(zip(tried, recorded.measure(list(tried), _GLANCE), strict=True))
+    best = min(times, key=times.__getitem__)
+    return tried[best], {str(candidate): us for candidate, us in times.items()}
+
+
+def _layer(steps: Sequence[Step], last: Step | None = None) -> Callable[[Weights], None]:
+    """Return a layer: its kernels, and what reads the output of the last, or of a given one."""
+    consume = consumer_of((last or steps[-1]).out)
+
+    def layer(of: Weights) -> None:
+        for step in steps:
+            step.run(of)
+        consume()
+
+    return layer
+
+
 def run_entry(
     kind: str,
     tokens: int,
@@ -99,8 +166,9 @@ def run_entry(
     pieces: Sequence[torch.Tensor],
     weights: Sequence[Weights],
     streams: Sequence[Body],
+    candidates: Sequence[Candidate] = (),
 ) -> Entry:
-    """Check, then time one window in all columns.
+    """Check, then time one window in all its columns.
 
     Args:
         kind: its name.
@@ -109,11 +177,15 @@ def run_entry(
         pieces: the weights of layers that take turns, each in one piece.
         weights: the same by name.
         streams: what streams a piece the fastest.
+        candidates: for the product that the window tries; none for what the table chooses.
 
     Raises:
         RuntimeError: a column is wrong; nothing was timed.
     """
-    columns = {column: window.steps(column) for column in COLUMNS}
+    columns = {column: window.steps(column, None) for column in window.columns}
+    tried_us: dict[str, float] = {}
+    if candidates:
+        columns[FEWER], tried_us = fastest_of(window, candidates, weights)
     for column, steps in columns.items():
         wrong = window.check(steps, weights[0])
         if wrong is not None:
@@ -123,15 +195,8 @@ def run_entry(
     names: list[tuple[str, str]] = []
     for column, steps in columns.items():
         for name, some in prefixes(steps).items():
-            consume = consumer_of((some or steps)[-1].out)
-
-            def layer(of: Weights, some: Sequence[Step] = some, consume: Any = consume) -> None:
-                for step in some:
-                    step.run(of)
-                consume()
-
             names.append((column, name))
-            recorded.record(names[-1], in_turns(layer, weights))
+            recorded.record(names[-1], in_turns(_layer(some, (some or steps)[-1]), weights))
     for i, stream in enumerate(streams):
         recorded.record(i, _last(window).around(in_turns(stream, pieces)))
     times = recorded.measure([*names, *range(len(streams))], _EFFORT)
@@ -143,18 +208,25 @@ def run_entry(
         floor_us=min(times[len(names) :]),
         added_us={
             column: added({name: us for (of, name), us in of_names.items() if of == column})
-            for column in COLUMNS
+            for column in columns
         },
         ran={column: {s.name: s.ran for s in steps if s.ran} for column, steps in columns.items()},
+        tried_us=tried_us,
     )
 
 
-def run(kinds: Sequence[str] = tuple(WINDOWS), tokens: Sequence[int] = TOKENS) -> Iterator[Entry]:
+def run(
+    kinds: Sequence[str] = tuple(WINDOWS),
+    tokens: Sequence[int] = TOKENS,
+    qkv_a: Sequence[Candidate] | None = None,
+) -> Iterator[Entry]:
     """Yield the entries of a whole run.
 
     Args:
         kinds: windows, from ``WINDOWS``.
         tokens: batch sizes.
+        qkv_a: what may compute that product in front of the query front in one launch; None for
+            ``candidates_of``.
     """
     for kind in kinds:
         windows = {count: WINDOWS[kind](count) for count in tokens}
@@ -162,7 +234,16 @@ def run(kinds: Sequence[str] = tuple(WINDOWS), tokens: Sequence[int] = TOKENS) -
         pieces, weights = layers_of(first.shapes)
         streams = floor.fastest(pieces, _last(first))
         for count, window in windows.items():
-            yield run_entry(kind, count, window, pieces, weights, streams)
+            tried = candidates_of(window, count) if qkv_a is None else qkv_a
+            candidates = _fitting(tried, count) if window.tried else ()
+            yield run_entry(kind, count, window, pieces, weights, streams, candidates)
+
+
+def _fitting(candidates: Sequence[Candidate], tokens: int) -> list[Candidate]:
+    """Return those candidates that can compute a number of tokens."""
+    gpu = devices.info(torch.cuda.current_device())
+    fitted = (Candidate(c.kernel, gemm.fits(*c, tokens, gpu)) for c in candidates if c != LINEAR)
+    return [candidate for candidate in fitted if candidate.config is not None]
 
 
 def _last(window: Window) -> Chain:
@@ -188,11 +269,43 @@ def remarks(entries: Sequence[Entry]) -> list[str]:
             for e in entries
         }
         found.append(document.slower_than(name, over))
+    found += _of_fewer([entry for entry in entries if FEWER in entry.added_us])
     beaten = [e for e in entries if min(map(total, e.added_us.values())) < e.floor_us]
     if beaten:
         cells = ", ".join(f"{e.kind} at B = {e.tokens}" for e in beaten)
         found.append(f"A floor that a window beats is none: {cells}.")
     return found
+
+
+def _of_fewer(entries: Sequence[Entry]) -> Iterator[str]:
+    """Yield how the windows of fewer launches compare, at each number of tokens.
+
+    The best of the other columns takes the best of each product that was measured, with the same
+    kernels between; without the consumer it is what the kernels add.
+    """
+    others = {STRUCTURE: "the public structure", PLAN: "the public plan", OURS: "ours, separate"}
+    for kind in dict.fromkeys(entry.kind for entry in entries):
+        here = [entry for entry in entries if entry.kind == kind]
+        for column, name in others.items():
+            ratios = (total(e.added_us[FEWER]) / total(e.added_us[column]) for e in here)
+            yield f"{kind} in fewer launches, over {name}: {_at_each(here, ratios)}."
+        best = {id(e): min((e.added_us[c] for c in COLUMNS), key=total) for e in here}
+        whole = (total(e.added_us[FEWER]) / total(best[id(e)]) for e in here)
+        yield (
+            f"{kind} in fewer launches, over the best of the other columns: "
+            f"{_at_each(here, whole)}; without the consumer "
+            + _at_each(here, (_kernels(e.added_us[FEWER]) / _kernels(best[id(e)]) for e in here))
+            + "."
+        )
+
+
+def _at_each(entries: Sequence[Entry], ratios: Iterable[float]) -> str:
+    pairs = zip(entries, ratios, strict=True)
+    return ", ".join(f"{ratio:.3f} at B = {entry.tokens}" for entry, ratio in pairs)
+
+
+def _kernels(added_us: Mapping[str, float]) -> float:
+    return total(added_us) - added_us[CONSUMER]
 
 
 def total(added_us: Mapping[str, float]) -> float:

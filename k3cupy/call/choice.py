@@ -24,9 +24,10 @@ class Choice(Shown):
     """A kernel with its configuration, and the reason; prints as a line, in notebooks as a table.
 
     Attributes:
-        kernel: ``"fused_a"``, ``"skinny"``, ``"mla_decode"``, ``"mla_prefill"``, or ``"linear"``
-            for the framework's own linear.
-        config: the launch configuration; None where no kernel of ours runs.
+        kernel: ``"fused_a"``, ``"skinny"``, ``"mla_decode"``, ``"mla_prefill"``, ``"mla_norm"``,
+            ``"mla_query"``, ``"mla_value"``; ``"separate"`` for kernels of ours that compute the
+            query one after the other, or ``"linear"`` for the framework's own linear.
+        config: the launch configuration; None where no kernel of ours runs, or several do.
         reason: why, in words; a slower path says what keeps from the faster, a fall-back exactly
             what keeps from our kernels.
         origin: what decided: ``"user"`` and ``"shipped"`` are measurements of this kind of GPU,

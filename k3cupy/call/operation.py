@@ -16,6 +16,7 @@ from k3cupy.call.choice import Choice
 from k3cupy.call.launch import Launch
 from k3cupy.call.plans import CudaPlan, Plan, PlanCache, Reference, ReferencePlan, Verify, stamp
 from k3cupy.call.repeat import MISS, Repeat, filled
+from k3cupy.call.separate import Separate, SeparatePlan
 from k3cupy.runtime import devices, env, sources, tracing
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.tensors import is_traced
@@ -44,6 +45,7 @@ class Operation:
             ``arguments`` name otherwise.
         verify: what K3CUPY_CHECK looks at; None for nothing.
         launches: (problem, configuration, GPU) -> what is queued; None for the kernel's own.
+        separate: what computes a call whose choice has no configuration.
         plans: by the signature of their calls.
         repeats: what repeats the last calls of each shape, by shapes and options.
         sources: the CUDA sources of its kernel.
@@ -59,6 +61,7 @@ class Operation:
     check: Callable[[dict[str, Any]], None]
     verify: Verify | None = None
     launches: Callable[[Any, Any, DeviceInfo], Sequence[Launch]] | None = None
+    separate: Separate | None = None
     plans: PlanCache = field(default_factory=PlanCache)
     repeats: PlanCache = field(default_factory=PlanCache)
     sources: tuple[str, ...] = field(init=False)
@@ -120,6 +123,9 @@ class Operation:
         if choice.runs_on == "cpu":
             sources.warn_unused()
             return ReferencePlan(self.arguments, problem, self.reference, verify)
+        if choice.config is None and problem.num_tokens and self.separate:
+            how: Any = {"pdl": choice.pdl, "verify": verify, "stream": stream}
+            return SeparatePlan(self.arguments, problem, self.separate, **how)
         launches: Sequence[Launch] = ()
         if problem.num_tokens:
             make = self.launches or self.kernel.launches
@@ -144,7 +150,12 @@ class Operation:
         return self.complete(problem, self.choose(problem, gpu, given), pdl)
 
     def complete(self, problem: Problem, choice: Choice, pdl: bool) -> Choice:
-        """Return a choice with the call's instance, launch attribute, and what makes it slower."""
+        """Return a choice with the call's instance, launch attribute, and what makes it slower.
+
+        One without a configuration is that of functions which have their own.
+        """
+        if choice.config is None:
+            return replace(choice, pdl=pdl)
         reason = choice.reason
         if problem.slow_reason is not None:
             reason += f"; element by element, not 128-bit, because {problem.slow_reason}"

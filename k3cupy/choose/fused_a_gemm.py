@@ -127,14 +127,8 @@ def _shapes(
 
 
 def _even_rows(n: int, split_k: int, waves: int, device: DeviceInfo) -> int:
-    """Return the rows a block with which clusters of ``split_k`` blocks fill the GPU evenly.
-
-    Larger clusters leave some multiprocessors out, as each lies within one part of the GPU.
-    """
-    clusters = device.num_sms // split_k
-    if split_k > 2:
-        clusters = clusters * 10 // 11
-    return -(-n // (waves * max(clusters, 1)))
+    """Return the rows a block with which clusters of ``split_k`` blocks fill the GPU evenly."""
+    return -(-n // (waves * max(device.clusters_at_once(split_k), 1)))
 
 
 def candidates(n: int, k: int, num_tokens: int, device: DeviceInfo) -> tuple[FusedAGemmConfig, ...]:

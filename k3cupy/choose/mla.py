@@ -1,7 +1,9 @@
-"""Which configuration an MLA epilogue gets: the measured one of the nearest number of rows.
+"""Which configuration a kernel of an MLA layer gets: the measured one of the nearest size.
 
 On a GPU that nobody measured, the rule takes the entry of a measured GPU with the nearest number
-of rows a multiprocessor.
+of rows a multiprocessor. The query kernel is measured beside the separate kernels that compute the
+same, for some numbers of heads, and where these are the faster, they run. Another number of heads
+goes by the nearest that takes the GPU as many rounds of clusters.
 """
 
 from __future__ import annotations
@@ -12,41 +14,73 @@ from dataclasses import replace
 from typing import Any
 
 from k3cupy.call.choice import NAMED, Choice
-from k3cupy.choose.table import MLA_DECODE, MLA_PREFILL, measured_elsewhere, shipped, tables_of
-from k3cupy.kernels import mla_decode, mla_prefill
+from k3cupy.choose.table import (
+    MLA_DECODE,
+    MLA_NORM,
+    MLA_PREFILL,
+    MLA_QUERY,
+    MLA_VALUE,
+    Table,
+    measured_elsewhere,
+    shipped,
+    tables_of,
+)
+from k3cupy.kernels import mla_decode, mla_norm, mla_prefill, mla_query, mla_value
 from k3cupy.runtime.devices import DeviceInfo
 
 _FEW_AND_MANY = {
     MLA_DECODE: (mla_decode.UNTUNED, mla_decode.UNTUNED),
     MLA_PREFILL: (mla_prefill.FEW_ROWS, mla_prefill.MANY_ROWS),
+    MLA_NORM: (mla_norm.UNTUNED, mla_norm.UNTUNED),
+    MLA_QUERY: (mla_query.UNTUNED, mla_query.TWO_AN_SM),
+    MLA_VALUE: (mla_value.UNTUNED, mla_value.UNTUNED),
 }
-"""Family -> what few rows take where no table knows a call, and many."""
+"""Family -> what few rows take where no table knows a call, and many; of the query front few heads,
+whose clusters run at once, and twice as many."""
 
 _ROWS_AN_SM = 16
 """Rows that are few: of prefill they give every multiprocessor two blocks of ``FEW_ROWS``."""
 
 
+def size_of(family: str, num_tokens: int, num_heads: int) -> int:
+    """Return the rows of a call, by which tables list it."""
+    if family in (MLA_NORM, MLA_QUERY):
+        return num_tokens
+    return num_tokens * (num_heads + (family == MLA_DECODE))
+
+
+def problem_of(family: str, kind: str, num_heads: int) -> str:
+    """Return what tables list a call as: what it computes, or for how many heads."""
+    return f"{num_heads} heads" if family == MLA_QUERY else kind
+
+
 def choose(
     family: str, variant: Any, num_tokens: int, num_heads: int, gpu: DeviceInfo, config: Any = None
 ) -> Choice:
-    """Return what runs for a call of the decode epilogue, or of a prefill or context epilogue.
+    """Return what runs for a call of one of the kernels of an MLA layer.
 
-    ``variant`` is what the arguments decide; a ``config`` that the caller named decides.
+    ``variant`` is what the arguments decide; a ``config`` that the caller named decides. A call of
+    the query kernel is one that it can compute: ``mla_query.why_not`` tells.
     """
-    if family == MLA_PREFILL:
-        return _choose(family, variant, num_tokens * num_heads, gpu, config)
-    found = _choose(family, variant, num_tokens * (num_heads + 1), gpu, config)
-    count = -(-num_tokens // mla_decode.MAX_TOKENS_PER_LAUNCH)
+    if config is not None:
+        found = Choice(family, config, NAMED)
+    else:
+        found = _choose(family, variant, num_tokens, num_heads, gpu)
+    count = -(-num_tokens // mla_decode.MAX_TOKENS_PER_LAUNCH) if family == MLA_DECODE else 1
     return replace(found, reason=f"{found.reason}; in {count} launches") if count > 1 else found
 
 
-def _choose(family: str, variant: Any, num_rows: int, gpu: DeviceInfo, config: Any) -> Choice:
-    if config is not None:
-        return Choice(family, config, NAMED)
+def _choose(family: str, variant: Any, num_tokens: int, num_heads: int, gpu: DeviceInfo) -> Choice:
+    num_rows = size_of(family, num_tokens, num_heads)
     few, many = _FEW_AND_MANY[family]
-    if not variant.vector:
+    if family != MLA_QUERY and not variant.vector:
         return Choice(family, few, "the element-wise kernel has one configuration")
     for table in (*tables_of(family, gpu), *measured_elsewhere(family, gpu)):
+        if family == MLA_QUERY:
+            found = _of_heads(table, num_tokens, num_heads, gpu)
+            if found is not None:
+                return found
+            continue
         entries, known = table.entries(variant.kind), table.header["gpu"]
         if not entries:
             continue
@@ -61,10 +95,54 @@ def _choose(family: str, variant: Any, num_rows: int, gpu: DeviceInfo, config: A
             f"take the choice of {known} at {entry.size} rows ({num_sms} SMs)"
         )
         return Choice(family, entry.config, reason)
+    if family == MLA_QUERY:
+        return _by_rounds(num_heads, gpu)
     is_few = num_rows <= _ROWS_AN_SM * gpu.num_sms
     told = f"{num_rows} rows on {gpu.num_sms} SMs are {'few' if is_few else 'many'}"
     reason = f"no measured table has this operation; {told}"
     return Choice(family, few if is_few else many, reason)
+
+
+_MOST_ROUNDS = 2
+"""Of clusters that one launch is as fast as separate kernels with; a multiprocessor then has two
+blocks. An H200 took 1.1 times as long with 32 heads and 1.3 times with 96, measured."""
+
+
+def _rounds(num_heads: int, gpu: DeviceInfo) -> int:
+    """Return how often the GPU's clusters of one block a multiprocessor hold all heads."""
+    rounds = -(-num_heads // max(gpu.clusters_at_once(mla_query.CLUSTER), 1))
+    return min(rounds, _MOST_ROUNDS + 1)
+
+
+def _of_heads(table: Table, num_tokens: int, num_heads: int, gpu: DeviceInfo) -> Choice | None:
+    """Return what a table has of the query front, beside the separate kernels; None for nothing."""
+    listed = [int(problem.split()[0]) for problem in table.problems]
+    alike = [heads for heads in listed if _rounds(heads, gpu) == _rounds(num_heads, gpu)]
+    if not alike:
+        return None
+    heads = _nearest(alike, num_heads)
+    entries = table.entries(problem_of(MLA_QUERY, "", heads))
+    entry = entries[_nearest(entries, num_tokens)]
+    fused = min(entry.times.get(MLA_QUERY, {}).values(), default=math.nan)
+    separate = entry.times.get(mla_query.SEPARATE, {}).get(None, math.nan)
+    known = table.header["gpu"]
+    reason = (
+        f"measured on {known} with {entry.size} tokens of {heads} heads, here {num_tokens} of "
+        f"{num_heads}: one launch {fused:.2f} us, separate kernels {separate:.2f} us"
+    )
+    if known != gpu.name:
+        return Choice(entry.kernel, entry.config, f"{gpu.name} has no measured table; {reason}")
+    return Choice(entry.kernel, entry.config, reason, table.origin)
+
+
+def _by_rounds(num_heads: int, gpu: DeviceInfo) -> Choice:
+    """Return what the query front runs where no table knows as many heads."""
+    at_once = gpu.clusters_at_once(mla_query.CLUSTER)
+    told = f"no measured table has {num_heads} heads; {gpu.name} runs {at_once} clusters at once"
+    rounds = _rounds(num_heads, gpu)
+    if rounds > _MOST_ROUNDS:
+        return Choice(mla_query.SEPARATE, None, f"{told}, and twice as many with two blocks an SM")
+    return Choice(MLA_QUERY, _FEW_AND_MANY[MLA_QUERY][rounds - 1], told)
 
 
 def _nearest(sizes: Iterable[int], num_rows: float) -> int:
@@ -74,8 +152,11 @@ def _nearest(sizes: Iterable[int], num_rows: float) -> int:
 def configs(family: str, kind: str, gpu: DeviceInfo | None = None) -> tuple[Any, ...]:
     """Return every configuration that a call of a kind may get by a table.
 
-    Of the shipped tables; for a GPU with what was measured on it here.
+    Of the shipped tables; for a GPU with what was measured on it here. What runs in separate
+    kernels has none.
     """
     tables = (*shipped(family), *(tables_of(family, gpu) if gpu is not None else ()))
-    found = dict.fromkeys(e.config for table in tables for e in table.entries(kind).values())
-    return tuple(found or dict.fromkeys(_FEW_AND_MANY[family]))
+    entries = [entry for table in tables for entry in table.entries(kind).values()]
+    found = dict.fromkeys(entry.config for entry in entries) or dict.fromkeys(_FEW_AND_MANY[family])
+    found.pop(None, None)
+    return tuple(found)

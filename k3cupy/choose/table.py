@@ -8,6 +8,9 @@ then for each problem a list of entries, one a size. A problem is parsed when it
 | gemm          | ``bfloat16 2112x7168``, ``... + residual`` | tokens                     |
 | mla_decode    | formats, as ``16bit+same``                 | tokens times (heads + 1)   |
 | mla_prefill   | the operation's name                       | tokens times heads         |
+| mla_norm      | ``norm``                                   | tokens                     |
+| mla_query     | ``12 heads``                               | tokens                     |
+| mla_value     | ``value``, ``value+gate``, ``absorb``      | tokens times heads         |
 """
 
 from __future__ import annotations
@@ -26,7 +29,15 @@ from typing import Any
 
 from k3cupy.call.choice import LINEAR, PUBLIC, SHIPPED, USER
 from k3cupy.call.plans import tables as tables_state
-from k3cupy.kernels import fused_a_gemm, mla_decode, mla_prefill, skinny_gemm
+from k3cupy.kernels import (
+    fused_a_gemm,
+    mla_decode,
+    mla_norm,
+    mla_prefill,
+    mla_query,
+    mla_value,
+    skinny_gemm,
+)
 from k3cupy.runtime import sources
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import shown
@@ -34,18 +45,26 @@ from k3cupy.runtime.errors import shown
 SCHEMA = 2
 
 GEMM, MLA_DECODE, MLA_PREFILL = "gemm", "mla_decode", "mla_prefill"
+MLA_NORM, MLA_QUERY, MLA_VALUE = "mla_norm", "mla_query", "mla_value"
 FAMILIES: Mapping[str, tuple[Any, ...]] = {
     GEMM: (fused_a_gemm, skinny_gemm),
     MLA_DECODE: (mla_decode,),
     MLA_PREFILL: (mla_prefill,),
+    MLA_NORM: (mla_norm,),
+    MLA_QUERY: (mla_query,),
+    MLA_VALUE: (mla_value,),
 }
 """Family -> the modules of its kernels."""
 
 KERNELS = {module.KERNEL: module for modules in FAMILIES.values() for module in modules}
 """Kernel -> its module."""
 
+WITHOUT_CONFIG = (LINEAR, mla_query.SEPARATE)
+"""What is measured beside a family's kernels, and has the configuration None: the framework's
+linear, and the separate kernels that compute what the query kernel does."""
+
 Times = Mapping[str, Mapping[Any, float]]
-"""Kernel -> configuration -> microseconds. The framework's linear has the configuration None."""
+"""Kernel -> configuration -> microseconds."""
 
 AS_GOOD = 1.01
 """Times that differ by less are the same: two runs differ by as much, and each configuration that
@@ -55,6 +74,9 @@ UNITS = {
     GEMM: "us added to the chain, cold weights",
     MLA_DECODE: "us added to the chain",
     MLA_PREFILL: "us added to the chain",
+    MLA_NORM: "us added to the chain",
+    MLA_QUERY: "us added to the chain, cold weights",
+    MLA_VALUE: "us added to the chain, cold weights",
 }
 """How the entries of a file were measured; those of two ways are never compared."""
 
@@ -79,7 +101,7 @@ class Entry:
         times: what was measured; empty for figures that others published.
         kernel: the fastest.
         config: its configuration, or of those as good as the fastest the one that was preferred;
-            None where the kernel's own choice is to be taken, and for the framework's linear.
+            None where the kernel's own choice is to be taken, and for what has none.
         date: of the measurement, as 2026-11-29.
         sources: digest of the sources that were measured.
     """
@@ -113,7 +135,7 @@ class Entry:
         if self.times:
             found["us"] = {
                 kernel: times[None]
-                if kernel == LINEAR
+                if kernel in WITHOUT_CONFIG
                 else {key_of(c): us for c, us in times.items()}
                 for kernel, times in self.times.items()
             }
@@ -126,7 +148,7 @@ class Entry:
 
 
 def measured(problem: str, size: int, times: Times, *, preferred: Any = None) -> Entry:
-    """Return the entry of measured times; of equal times the framework's linear is the fastest.
+    """Return the entry of measured times; of equal times what has no configuration is the fastest.
 
     A configuration of the fastest kernel may be ``preferred``, where its time differs from the
     fastest by no more than two runs do.
@@ -135,7 +157,7 @@ def measured(problem: str, size: int, times: Times, *, preferred: Any = None) ->
         ValueError: the preferred configuration is clearly slower, or was not measured.
     """
     every = [
-        (us, kernel != LINEAR, kernel, config)
+        (us, kernel not in WITHOUT_CONFIG, kernel, config)
         for kernel, of_kernel in times.items()
         for config, us in of_kernel.items()
     ]
@@ -203,12 +225,13 @@ def entry_of(problem: str, fields: Any) -> Entry:
                 raise ValueError("expected at least one time, got none")
             preferred = fields.get("preferred")
             if preferred is not None:
-                (kernel,) = times  # only where one kernel was measured are others as good
+                # Only where one kernel was measured are others as good.
+                (kernel,) = times.keys() - {mla_query.SEPARATE}
                 preferred = config_of(kernel, preferred)
             entry = measured(problem, size, times, preferred=preferred)
             return replace(entry, date=date, sources=digest)
         kernel, key, config = fields["kernel"], fields["config"], None
-        if kernel != LINEAR and kernel not in KERNELS:
+        if kernel not in (*WITHOUT_CONFIG, *KERNELS):
             raise ValueError(f"there is no kernel {shown(kernel)}")
         if key is not None:  # others have configurations that our kernel does not have
             with contextlib.suppress(ValueError):
@@ -219,7 +242,8 @@ def entry_of(problem: str, fields: Any) -> Entry:
 
 
 def _times(kernel: str, found: Any) -> Mapping[Any, float]:
-    times = {None: found} if kernel == LINEAR else {config_of(kernel, k): found[k] for k in found}
+    whole = kernel in WITHOUT_CONFIG
+    times = {None: found} if whole else {config_of(kernel, k): found[k] for k in found}
     for us in times.values():
         if isinstance(us, bool) or not 0 < us <= _MOST:
             raise ValueError(f"expected a time above 0, got {shown(us)}")

@@ -17,7 +17,8 @@ from k3cupy.projections import MODELS, of_degree
 from k3cupy.runtime.errors import reject
 
 _WINDOWS = ("mla-front", "kda-front", "mla-back", "moe-front")
-"""As ``bench.layers`` has them; to import that takes PyTorch."""
+_STEPS = ("norm", "16bit+same", "fp8+fp8", "16bit+ds_mla")
+"""As ``bench.layers`` and ``bench.step`` have them; to import those takes PyTorch."""
 
 _COUNT = click.IntRange(1)
 
@@ -70,6 +71,20 @@ def _chain_options(producer: str) -> Callable[[Callable[..., None]], Callable[..
 def _need_torch() -> None:
     if importlib.util.find_spec("torch") is None:
         raise click.ClickException("bench needs PyTorch: pip install torch")
+
+
+def _candidates(
+    context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
+) -> tuple[Any, ...] | None:
+    """Return kernels with configurations, of names as tables write them; None where none came."""
+    from k3cupy.choose.table import config_of
+    from k3cupy.tuning.entries import Candidate
+
+    try:
+        parts = [text.partition("/") for text in texts]
+        return tuple(Candidate(kernel, config_of(kernel, key)) for kernel, _, key in parts) or None
+    except ValueError as error:
+        raise click.BadParameter(str(error), context, parameter) from error
 
 
 def _need_gpu() -> None:
@@ -261,11 +276,20 @@ def linear_command(
 @bench.command("window")
 @click.argument("kinds", nargs=-1, type=click.Choice(_WINDOWS), metavar="[WINDOW]...")
 @click.option("--tokens", multiple=True, type=click.IntRange(1, 1024), help="B; 1 to 64.")
+@click.option(
+    "--qkv-a",
+    multiple=True,
+    callback=_candidates,
+    metavar="KERNEL/CONFIG",
+    help="mla-front in fewer launches: what may compute qkv_a, as fused_a/8/16/512/4/4/8/1/1/2; "
+    "the best of these runs. By default what the tables list, and that with fewer stages.",
+)
 @click.option("--plot", type=OutFile(), help="Draw where the time goes.")
 @_result_options
 def window_command(
     kinds: tuple[str, ...],
     tokens: tuple[int, ...],
+    qkv_a: tuple[Any, ...] | None,
     plot: Path | None,
     path: Path | None,
     commit: str | None,
@@ -273,13 +297,14 @@ def window_command(
     """Windows of a layer: its kernels in order, with cold weights, and where the time goes.
 
     WINDOW is mla-front, kda-front, mla-back or moe-front; all by default. The products by cuBLAS,
-    in the public structure, by the public plan, and ours as the table chooses.
+    in the public structure, by the public plan, and ours as the table chooses; around attention
+    ours in fewer launches too.
     """
     _need_matplotlib(plot)
     _need_gpu()
     from k3cupy.bench import window
 
-    entries = window.run(kinds or _WINDOWS, tokens or window.TOKENS)
+    entries = window.run(kinds or _WINDOWS, tokens or window.TOKENS, qkv_a)
     document = window.as_document(_measured(entries), commit)
     _show(document, path)
     if plot is not None:
@@ -287,6 +312,30 @@ def window_command(
 
         plot_windows(document, plot)
         click.echo(f"wrote {plot}")
+
+
+@bench.command("step")
+@click.argument("kinds", nargs=-1, type=click.Choice(_STEPS), metavar="[STEP]...")
+@click.option("--tokens", multiple=True, type=_COUNT, help="B; norm 1 to 512, else 1 to 64.")
+@click.option("--heads", type=_COUNT, default=12, show_default=True)
+@_result_options
+def step_command(
+    kinds: tuple[str, ...],
+    tokens: tuple[int, ...],
+    heads: int,
+    path: Path | None,
+    commit: str | None,
+) -> None:
+    """Steps in front of attention in their chains, beside what they replace.
+
+    STEP is norm, beside a Triton kernel, or formats of query and cache, 16bit+same, fp8+fp8 or
+    16bit+ds_mla, of the query front beside separate kernels; all by default.
+    """
+    _need_gpu()
+    from k3cupy.bench import step
+
+    entries = step.run(kinds or _STEPS, tokens or None, heads)
+    _show(step.as_document(_measured(entries), commit), path)
 
 
 @bench.command("host")

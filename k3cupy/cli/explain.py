@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import click
 
+from k3cupy.call.choice import Choice
 from k3cupy.cli.options import (
     gpu_of,
     gpu_option,
@@ -25,13 +27,13 @@ from k3cupy.runtime.text import table_of
 _FEW = 32
 """Rows, of which each gets a line with its very reason; of more those that are alike share one."""
 
-_LINEAR, _DECODE, _PREFILL = "low_latency_linear", "mla_decode", "mla_prefill"
+_LINEAR, *_MLA = _OPERATIONS = (
+    *("low_latency_linear", "mla_decode", "mla_prefill", "mla_norm", "mla_query", "mla_value"),
+)
 
 
 @click.command()
-@click.option(
-    "--op", type=click.Choice([_LINEAR, _DECODE, _PREFILL]), default=_LINEAR, show_default=True
-)
+@click.option("--op", type=click.Choice(_OPERATIONS), default=_LINEAR, show_default=True)
 @shape_option("Linear: N x K of a weight, as 2112x7168; all of Kimi-K3's by default.")
 @preset_option("Linear: the weights of a named model.")
 @click.option("--residual", is_flag=True, help="Linear: for calls that add one.")
@@ -54,7 +56,7 @@ def explain(
     """Which kernel and configuration calls get on a GPU that need not be here, and why."""
     if op == _LINEAR:
         if kinds or heads:
-            raise click.UsageError(f"--kind and --heads are of --op {_DECODE} and {_PREFILL}")
+            raise click.UsageError(f"--kind and --heads are of --op {', '.join(_MLA)}")
         of = [m for m in MODELS if (preset or "").startswith(m)] or MODELS
         _explain_linear(named_shapes(shapes, preset), of, tokens, residual, gpu, as_json)
     else:
@@ -104,7 +106,8 @@ def _explain_mla(
     as_json: bool,
 ) -> None:
     from k3cupy.choose.mla import choose
-    from k3cupy.kernels import mla_decode, mla_prefill
+    from k3cupy.choose.table import KERNELS, MLA_QUERY
+    from k3cupy.kernels import mla_query
     from k3cupy.tuning.targets import KINDS, TOKENS
 
     for kind in kinds:
@@ -113,18 +116,29 @@ def _explain_mla(
     there = gpu_of(gpu)
 
     def choices() -> Iterator[tuple[str, int, Any]]:
-        make: Any = mla_decode.Variant.of_kind if op == _DECODE else mla_prefill.Variant
+        variant: Any = KERNELS[op].Variant
+        make = getattr(variant, "of_kind", variant)
         for kind in kinds or KINDS[op]:
             for count in tokens or TOKENS[op]:
-                yield kind, count, choose(op, make(kind, "bfloat16"), count, heads, there)
+                aligned = SimpleNamespace(num_tokens=count, slow_reason=None)
+                why = mla_query.why_not(aligned, there) if op == MLA_QUERY else None
+                if why is not None:
+                    yield kind, count, Choice(mla_query.SEPARATE, None, f"{why}: several kernels")
+                else:
+                    yield kind, count, choose(op, make(kind, "bfloat16"), count, heads, there)
 
     if as_json:
         found = [{"kind": kind, "tokens": m, **choice.to_dict()} for kind, m, choice in choices()]
         show_json({"gpu": there.name, "arch": there.arch, "heads": heads, "choices": found})
         return
     rows = [
-        (kind, str(count), str(choice.config), f"{choice.reason} [{choice.origin}]")
+        (
+            kind,
+            str(count),
+            choice.what.removeprefix(f"{op}, "),
+            f"{choice.reason} [{choice.origin}]",
+        )
         for kind, count, choice in choices()
     ]
     title = f"{op} with {heads} heads on {there.name} ({there.arch})"
-    show_table(table_of(("kind", " tokens", "configuration", "why"), rows, title))
+    show_table(table_of(("kind", " tokens", "what would run", "why"), rows, title))

@@ -133,6 +133,12 @@ def operation_options(command: _Command) -> _Command:
             click.option(
                 "--rope/--no-rope", default=None, help="MLA: with positions; by default without."
             ),
+            click.option("--gate", flag_value=True, default=None, help="Value: with a gate."),
+            click.option(
+                "--transposed/--not-transposed",
+                default=None,
+                help="Value: order of w_uv; both by default.",
+            ),
             click.option(
                 "--kv-inputs-ready", flag_value=True, default=None, help="Decode: that promise."
             ),
@@ -146,7 +152,7 @@ def operation_options(command: _Command) -> _Command:
                 "--strided/--packed", default=None, help="Fused-A: layout of x; both by default."
             ),
             click.option(
-                "--weight-is-static", flag_value=True, default=None, help="GEMM: that promise."
+                "--weight-is-static", flag_value=True, default=None, help="Weights: that promise."
             ),
             click.option(
                 "--batch-invariant", flag_value=True, default=None, help="GEMM: for that flag."

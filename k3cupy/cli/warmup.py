@@ -22,8 +22,9 @@ from k3cupy.runtime.text import compiling
     "--op",
     default="mla_decode",
     show_default=True,
-    help="mla_decode, mla_prefill, one of the prefill operations, fused_a_gemm, skinny_gemm or "
-    "low_latency_linear. What is not named below is the operation's default.",
+    help="mla_decode, mla_norm, mla_query, mla_value, mla_prefill, one of the prefill operations, "
+    "fused_a_gemm, skinny_gemm or low_latency_linear. What is not named below is the operation's "
+    "default.",
 )
 @operation_options
 @click.option("--device", type=int, default=None, help="GPU ordinal; the current one by default.")

@@ -41,7 +41,7 @@ TILES = (8, 16)
 MAX_TOKENS = TILES[-1]
 """The most tokens of a launch."""
 
-_CLUSTER = 8
+CLUSTER = 8
 """Blocks of a head."""
 
 _LANES, _INBOX_PADDING, _SUM_PADDING = 32, 16, 2
@@ -117,10 +117,10 @@ class MlaQueryConfig(Tuned):
 
     def shared_bytes(self, tile_m: int) -> int:
         """Return the dynamic shared memory of a block; the layout is that of the source."""
-        weights = 2 * QK_NOPE_HEAD_DIM * KV_LORA_RANK // _CLUSTER
+        weights = 2 * QK_NOPE_HEAD_DIM * KV_LORA_RANK // CLUSTER
         inbox = tile_m * (2 * QK_NOPE_HEAD_DIM + _INBOX_PADDING)
-        sums = QK_HEAD_DIM // _CLUSTER * (tile_m + _SUM_PADDING) + tile_m
-        waiting = self.shared_steps * self.warps * QK_HEAD_DIM // _CLUSTER * _STEP_BYTES
+        sums = QK_HEAD_DIM // CLUSTER * (tile_m + _SUM_PADDING) + tile_m
+        waiting = self.shared_steps * self.warps * QK_HEAD_DIM // CLUSTER * _STEP_BYTES
         return weights + inbox + 4 * self.warps * sums + 2 * Q_LORA_RANK + waiting
 
     def name_expression(self, variant: Variant) -> str:
@@ -133,7 +133,9 @@ class MlaQueryConfig(Tuned):
 
     def instance(self, variant: Variant) -> Instance:
         """Return what ``runtime.instances`` compiles."""
-        return Instance(SOURCE, self.name_expression(variant))
+        name = self.name_expression(variant)
+        shared = self.shared_bytes(variant.tile_m)
+        return Instance(SOURCE, name, dynamic_shared_bytes=shared)
 
     def __str__(self) -> str:
         """For people: ``8 warps, 0 of 6 steps in shared memory``."""
@@ -149,7 +151,10 @@ CANDIDATES = tuple(
 )
 """What the tables choose from."""
 
-UNTUNED = MlaQueryConfig(8, 0, 1)
+UNTUNED = MlaQueryConfig(8, 2, 1)
+
+TWO_AN_SM = MlaQueryConfig(8, 5, 2)
+"""For more heads than clusters run at once with a block a multiprocessor."""
 
 Config = MlaQueryConfig
 
@@ -168,7 +173,12 @@ def why_not(problem: Any, gpu: DeviceInfo) -> str | None:
 def variant_of(problem: Any) -> Variant:
     """Return what a validated call decides, the tile by its number of tokens."""
     variant: Variant = problem.variant
-    return replace(variant, tile_m=next(tile for tile in TILES if problem.num_tokens <= tile))
+    return replace(variant, tile_m=tile_of(problem.num_tokens))
+
+
+def tile_of(num_tokens: int) -> int:
+    """Return the tile that takes a number of tokens."""
+    return next(tile for tile in TILES if num_tokens <= tile)
 
 
 def launches(problem: Any, config: MlaQueryConfig, _gpu: DeviceInfo) -> list[Launch]:
@@ -201,6 +211,6 @@ def launches(problem: Any, config: MlaQueryConfig, _gpu: DeviceInfo) -> list[Lau
             grid=problem.num_heads,
             block=config.threads,
             shared_bytes=config.shared_bytes(variant.tile_m),
-            cluster=_CLUSTER,
+            cluster=CLUSTER,
         )
     ]

@@ -228,7 +228,7 @@ def prepared(
     problem, choice = _decide(values, invariant, static, out_dtype)
     run = None
     if stream is None and problem is not None and choice.kernel != FRAMEWORK:
-        plan = _make_route(values, invariant, static, stream, out_dtype).plan
+        plan = make_route(values, invariant, static, stream, out_dtype).plan
         run = None if plan is None else plan.prepared(values)
     tensors = tuple(
         name for name, value in zip(OURS.arguments.names, values, strict=True) if value is not None
@@ -306,7 +306,7 @@ def _run(
         return tracing.run_instead(_run, values, asked, weight_is_static, stream, out_dtype)
     is_repeated = is_repeated and route is not None
     if route is None:
-        route = _make_route(values, batch_invariant, weight_is_static, stream, out_dtype)
+        route = make_route(values, batch_invariant, weight_is_static, stream, out_dtype)
         _routes.remember(key, route)
     route.counter.calls += 1
     try:
@@ -323,7 +323,7 @@ def _run(
     return result
 
 
-def _make_route(
+def make_route(
     values: Values,
     batch_invariant: bool,
     weight_is_static: bool,

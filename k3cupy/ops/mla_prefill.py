@@ -31,7 +31,8 @@ from collections.abc import Callable
 from typing import Any
 
 from k3cupy.accept import checks, mla
-from k3cupy.accept.mla_prefill import SIGNATURES, Signature, accept, split_out
+from k3cupy.accept.mla import Signature, split_out
+from k3cupy.accept.mla_prefill import SIGNATURES, accept
 from k3cupy.call.arguments import Values
 from k3cupy.call.choice import Choice
 from k3cupy.call.operation import Given, Operation, check_options

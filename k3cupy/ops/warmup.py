@@ -12,18 +12,31 @@ import inspect
 import itertools
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from k3cupy import projections
 from k3cupy.accept import checks
 from k3cupy.accept.gemm import check_fused_a_config, check_skinny_config, out_dtype_of
 from k3cupy.choose.gemm import ALL, FUSED_A, SKINNY, choose
+from k3cupy.choose.mla import choose as choose_mla
 from k3cupy.choose.mla import configs
-from k3cupy.constants import CTYPES
-from k3cupy.kernels import fused_a_gemm, mla_decode, mla_prefill, skinny_gemm
+from k3cupy.constants import CTYPES, Q_LORA_RANK, QK_HEAD_DIM
+from k3cupy.kernels import (
+    fused_a_gemm,
+    mla_decode,
+    mla_norm,
+    mla_prefill,
+    mla_query,
+    mla_value,
+    skinny_gemm,
+)
 from k3cupy.kernels.fused_a_gemm import FusedAGemmConfig
 from k3cupy.kernels.mla_decode import MlaDecodeConfig
+from k3cupy.kernels.mla_norm import MlaNormConfig
 from k3cupy.kernels.mla_prefill import INSERTS, KV_CONCAT, KV_CONCAT_QUANT, MlaPrefillConfig
+from k3cupy.kernels.mla_query import MlaQueryConfig
+from k3cupy.kernels.mla_value import MlaValueConfig
 from k3cupy.kernels.skinny_gemm import SkinnyGemmConfig
 from k3cupy.ops import batch_invariance
 from k3cupy.ops.fused_a_gemm import slices
@@ -62,6 +75,12 @@ def warmup(
 
     - ``"mla_decode"``: dtype, kv_cache, query_fp8 (None: with an fp8 cache), rope,
       kv_inputs_ready, vector (False: the element-wise instance), config.
+    - ``"mla_norm"``: dtype, weight_is_static, vector, config.
+    - ``"mla_query"``: dtype, kv_cache, query_fp8, rope, weight_is_static, heads (every H that will
+      come), tokens (None: up to 64), config; without a config also the separate kernels that run
+      in its place for some of these.
+    - ``"mla_value"``: dtype, gate, transposed (None: weights with either axis contiguous),
+      weight_is_static, vector, config.
     - ``"mla_prefill"``, for the caches named and both context operations, or the name of one of
       the five: dtype, kv_cache, rope, vector, config.
     - ``"fused_a_gemm"``: shapes, tokens, residual, weight_is_static, batch_invariant, strided
@@ -128,7 +147,7 @@ def _check_flags(name: str, value: Any, default: Any) -> None:
         reject(name, "True, False or several of them", shown(value), error=TypeError)
 
 
-# --- The MLA epilogues ---------------------------------------------------------------------------
+# --- The kernels of an MLA layer -----------------------------------------------------------------
 
 
 def _mla_decode(
@@ -141,18 +160,103 @@ def _mla_decode(
     config: MlaDecodeConfig | None = None,
 ) -> Wanted:
     checks.check_config(config, MlaDecodeConfig)
+    flags = rope, kv_inputs_ready, vector
+    variants = _of_formats(mla_decode.Variant, dtype, kv_cache, query_fp8, *flags)
+    return _epilogue(mla_decode, mla_decode.UNTUNED, variants, config)
+
+
+def _mla_query(
+    dtype: Names = "bfloat16",
+    kv_cache: Names = EVERY_CACHE,
+    query_fp8: Flags | None = None,
+    rope: Flags = False,
+    weight_is_static: Flags = False,
+    heads: Numbers = 12,
+    tokens: Numbers = None,
+    config: MlaQueryConfig | None = None,
+) -> Wanted:
+    checks.check_config(config, MlaQueryConfig)
+    counts = tokens_of(
+        range(1, fused_a_gemm.MAX_TOKENS + 1) if tokens is None else tokens, _MOST_ROWS
+    )
+    shares = tokens_of(heads, _MOST_ROWS, "heads")
+    variants = _of_formats(mla_query.Variant, dtype, kv_cache, query_fp8, rope, weight_is_static)
+    statics = itertools.product(_named("dtype", dtype, CTYPES), _several(weight_is_static))
+    absorbed = [mla_value.Variant(k, weight_is_static=s, absorb=True) for k, s in statics]
+    separate = (
+        _mla_norm(dtype, weight_is_static),
+        _epilogue(mla_value, None, absorbed, None),
+        _mla_decode(dtype, kv_cache, query_fp8, rope),
+    )
+
+    def wanted(gpu: DeviceInfo) -> Iterator[Instance]:
+        few = [n for n in counts if gpu.has_clusters and n <= mla_query.MAX_TOKENS]
+        chosen = {
+            n: [choose_mla(mla_query.KERNEL, None, n, share, gpu, config) for share in shares]
+            for n in few
+        }
+        pairs = ((mla_query.tile_of(n), c.config) for n, of in chosen.items() for c in of)
+        fused = [pair for pair in dict.fromkeys(pairs) if pair[1] is not None]
+        for variant, (tile, each) in itertools.product(variants, fused):
+            yield each.instance(replace(variant, tile_m=tile))
+        one_launch = {n for n, of in chosen.items() if all(c.config for c in of)}
+        apart = [n for n in counts if config is None and n not in one_launch]
+        if apart:
+            for part in separate:
+                yield from part(gpu)
+        if apart and "bfloat16" in _several(dtype):
+            q_b = [(share * QK_HEAD_DIM, Q_LORA_RANK) for share in shares]
+            yield from _low_latency_linear(q_b, apart, weight_is_static=weight_is_static)(gpu)
+
+    return wanted
+
+
+def _of_formats(
+    variant: Any,
+    dtype: Names,
+    kv_cache: Names,
+    query_fp8: Flags | None,
+    *flags: Any,
+) -> list[Any]:
+    """Return the variants of all combinations; the query is e4m3 where the cache is, by default."""
     queries = (None,) if query_fp8 is None else _several(query_fp8)
     caches = [_CACHES[name] for name in _named("kv_cache", kv_cache, _CACHES)]
-    flags = map(_several, (rope, kv_inputs_ready, vector))
     variants = [
-        mla_decode.Variant(kind, cache == "fp8" if query is None else query, cache, *rest)
+        variant(kind, cache == "fp8" if query is None else query, cache, *rest)
         for kind, query, cache, *rest in itertools.product(
-            _named("dtype", dtype, CTYPES), queries, caches, *flags
+            _named("dtype", dtype, CTYPES), queries, caches, *map(_several, flags)
         )
     ]
     if not all(variant.is_valid() for variant in variants):
         reject("query_fp8", "False with an fp8_ds_mla cache", "True")
-    return _epilogue(mla_decode, mla_decode.UNTUNED, variants, config)
+    return variants
+
+
+def _mla_norm(
+    dtype: Names = "bfloat16",
+    weight_is_static: Flags = False,
+    vector: Flags = True,
+    config: MlaNormConfig | None = None,
+) -> Wanted:
+    checks.check_config(config, MlaNormConfig)
+    flags = map(_several, (weight_is_static, vector))
+    every = itertools.product(_named("dtype", dtype, CTYPES), *flags)
+    return _epilogue(mla_norm, mla_norm.UNTUNED, [mla_norm.Variant(*v) for v in every], config)
+
+
+def _mla_value(
+    dtype: Names = "bfloat16",
+    gate: Flags = False,
+    transposed: Flags | None = None,
+    weight_is_static: Flags = False,
+    vector: Flags = True,
+    config: MlaValueConfig | None = None,
+) -> Wanted:
+    checks.check_config(config, MlaValueConfig)
+    orders = (False, True) if transposed is None else transposed
+    flags = map(_several, (gate, orders, weight_is_static, vector))
+    every = itertools.product(_named("dtype", dtype, CTYPES), *flags)
+    return _epilogue(mla_value, mla_value.UNTUNED, [mla_value.Variant(*v) for v in every], config)
 
 
 def _mla_prefill(
@@ -188,7 +292,8 @@ def _some_prefill(
 def _epilogue(kernel: Any, element_wise: Any, variants: Sequence[Any], config: Any) -> Wanted:
     def wanted(gpu: DeviceInfo) -> Iterator[Instance]:
         for variant in variants:
-            every = configs(kernel.KERNEL, variant.kind, gpu) if variant.vector else [element_wise]
+            vector = getattr(variant, "vector", True)
+            every = configs(kernel.KERNEL, variant.kind, gpu) if vector else [element_wise]
             for each in [config] if config else every:
                 yield each.instance(variant)
 
@@ -312,6 +417,9 @@ def _low_latency_linear(
 
 OPERATIONS: dict[str, Callable[..., Wanted]] = {
     "mla_decode": _mla_decode,
+    "mla_norm": _mla_norm,
+    "mla_query": _mla_query,
+    "mla_value": _mla_value,
     "mla_prefill": _mla_prefill,
     **{op: functools.partial(_some_prefill, (op,)) for op in mla_prefill.OPS},
     "fused_a_gemm": _fused_a_gemm,
@@ -357,14 +465,14 @@ def shapes_of(shapes: Shapes, k_multiple: int) -> tuple[tuple[int, int], ...]:
     return tuple((int(n), int(k)) for n, k in pairs)
 
 
-def tokens_of(tokens: Numbers, most: int) -> tuple[int, ...]:
+def tokens_of(tokens: Numbers, most: int, option: str = "tokens") -> tuple[int, ...]:
     """Return the numbers of tokens, None for all; refuse those that no call can have."""
     counts = range(1, most + 1) if tokens is None else _several(tokens)
     for count in counts:
         if not _is_count(count) or count > most:
-            reject("tokens", f"numbers from 1 to {most}", shown(count))
+            reject(option, f"numbers from 1 to {most}", shown(count))
     if not counts:
-        reject("tokens", "at least one", "none")
+        reject(option, "at least one", "none")
     return tuple(map(int, counts))
 
 

@@ -65,6 +65,14 @@ class DeviceInfo:
         """Whether four warps issue a tensor-core product together (``wgmma``, sm_90 alone)."""
         return self.compute_capability == (9, 0)
 
+    def clusters_at_once(self, size: int) -> int:
+        """Return how many clusters of ``size`` blocks run at once, a block a multiprocessor.
+
+        Larger clusters leave some multiprocessors out, as each lies within one part of the GPU: an
+        H200 runs 30 clusters of four.
+        """
+        return (self.num_sms if size <= 2 else self.num_sms * 10 // 11) // size
+
 
 NAMED = {
     "a100": DeviceInfo(0, "NVIDIA A100-SXM4-80GB", (8, 0), 108, 166_912),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 import numbers
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from k3cupy.runtime import toolchain
+from k3cupy.runtime.dlpack import packed_strides
 from k3cupy.runtime.errors import reject
 
 if TYPE_CHECKING:
@@ -87,6 +88,28 @@ def span(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> int
     if 0 in shape:
         return 0
     return (sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + 1) * itemsize
+
+
+def packed_view(like: TensorView, shape: tuple[int, ...], dtype: str) -> TensorView:
+    """Describe a new, contiguous tensor of the framework and the device of another one."""
+    return TensorView(
+        address=ALIGNMENT,
+        shape=shape,
+        strides=packed_strides(shape),
+        dtype=dtype,
+        itemsize=itemsize(dtype),
+        device_type=like.device_type,
+        device_index=like.device_index,
+        readonly=False,
+        requires_grad=False,
+        framework=like.framework,
+    )
+
+
+def columns(v: TensorView, start: int, stop: int) -> TensorView:
+    """Describe some columns of a tensor, that is of its last axis."""
+    address = v.address + start * v.strides[-1] * v.itemsize
+    return replace(v, address=address, shape=(*v.shape[:-1], stop - start), room=None, owner=None)
 
 
 def layout(v: TensorView) -> str:

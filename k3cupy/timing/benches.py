@@ -6,9 +6,11 @@ import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from k3cupy.kernels.mla_query import SEPARATE
 from k3cupy.timing import cold, graphs, prefill_step
 from k3cupy.timing.chain import Body
 from k3cupy.timing.decode_step import LAUNCHES, DecodeStep
+from k3cupy.timing.mla_steps import NormStep, QueryStep, ValueStep
 from k3cupy.timing.prefill_step import PrefillStep
 from k3cupy.timing.products import Product
 
@@ -112,3 +114,57 @@ class PrefillBench:
             for chain, step in zip(self._chains, self._steps, strict=True)
         ]
         return graphs.in_turns(lambda link: link(), links)
+
+
+class NormBench:
+    """The norms between what writes the first projection's output and what reads theirs."""
+
+    launches, replays = LAUNCHES, 9
+    first: Callable[[], Any] | None = None
+
+    def __init__(self, tokens: int) -> None:
+        self._step = NormStep(tokens)
+        self._chain = self._step.chain()
+
+    def check(self, kernel: str, config: Any) -> str | None:
+        """Compare with the norms in float64."""
+        return self._step.check(lambda: self._step.run(config))
+
+    def base(self) -> Body:
+        """Return the chain without the norms."""
+        return self._chain.around()
+
+    def body(self, kernel: str, config: Any) -> Body:
+        """Return the chain with the norms."""
+        return self._chain.around(lambda: self._step.run(config))
+
+
+class LayerBench:
+    """The query front, or a product with a matrix of each head, with cold weights.
+
+    The separate kernels that compute what the query front does are its kernel ``"separate"``.
+    """
+
+    replays = 3
+
+    def __init__(self, step: QueryStep | ValueStep, shape: tuple[int, int], pool: Any) -> None:
+        self._step, self._chain = step, step.chain()
+        self._weights, self.launches, self.first = cold.in_short(cold.weights_of(*shape, pool))
+
+    def check(self, kernel: str, config: Any) -> str | None:
+        """Compare with the same in float64."""
+        return self._step.check(self._call(kernel, config), self._weights[0])
+
+    def base(self) -> Body:
+        """Return what writes the input and what reads the output."""
+        return self._chain.around()
+
+    def body(self, kernel: str, config: Any) -> Body:
+        """Return the same with the call between them."""
+        return self._chain.around(graphs.in_turns(self._call(kernel, config), self._weights))
+
+    def _call(self, kernel: str, config: Any) -> cold.Body:
+        step = self._step
+        if kernel == SEPARATE and isinstance(step, QueryStep):
+            return step.separate
+        return lambda weights: step.run(weights, config)

@@ -12,6 +12,7 @@ from typing import Any
 OUTPUTS = {
     "fused_mla_qkv_quant_kv_cache_fp8_insert": ("q8", "k8", "v8"),
     "fused_mla_kv_concat_quant_fp8": ("k8", "v8"),
+    "fused_q_kv_rmsnorm": ("q", "kv_c_normed"),
 }
 """What operators call outputs that are given, where there are several; one is ``out``."""
 
@@ -71,7 +72,10 @@ def _flags(torch: Any, names: tuple[str, ...], options: tuple[Any, ...]) -> tupl
     for name, option in zip(names, options, strict=True):
         if option is None or (option is False and name != "pdl"):
             continue
-        if name == "out_dtype":
+        if name == "eps":
+            fits = isinstance(option, float | int) and not isinstance(option, bool)
+            flags[name] = float(option) if fits else option
+        elif name == "out_dtype":
             flags[name] = torch.float32 if _is_float32(torch, option) else option
             fits = isinstance(flags[name], torch.dtype)
         else:
@@ -145,14 +149,14 @@ def check_options(of: Any, options: tuple[Any, ...]) -> None:
 
 def split_out(signature: Any, out: Any) -> tuple[Any, ...]:
     """Return one value an output; what does not fit is told outside of the graph."""
-    from k3cupy.accept import mla_prefill
+    from k3cupy.accept import mla
     from k3cupy.torch import operators
 
     count = len(signature.out_names)
     if out is None or count == 1:
         return (out,) + (None,) * (count - 1)
     if type(out) not in (tuple, list) or len(out) != count or any(t is None for t in out):
-        refused: tuple[Any, ...] = operators.outside(mla_prefill.split_out, signature, out)
+        refused: tuple[Any, ...] = operators.outside(mla.split_out, signature, out)
         return refused
     return tuple(out)
 

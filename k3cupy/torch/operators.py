@@ -20,6 +20,8 @@ from torch import Tensor
 
 import k3cupy
 from k3cupy.call.operation import Operation, operations
+from k3cupy.constants import V_HEAD_DIM
+from k3cupy.kernels import fused_a_gemm, mla_query, mla_value, skinny_gemm
 from k3cupy.runtime import tracing
 from k3cupy.runtime.errors import reject
 from k3cupy.runtime.tensors import ALIGNMENT, TensorView
@@ -52,6 +54,20 @@ SCHEMAS = {
         f"{_ROPE}, *, bool? pdl=None, float? q_scale_inv_value=None, "
         "float? k_scale_inv_value=None, float? v_scale_inv_value=None, "
         "float? cache_scale_inv_value=None"
+    ),
+    "fused_mla_decode_query": (
+        "Tensor qkv_a, Tensor q_norm_weight, Tensor kv_norm_weight, Tensor w_q_b, Tensor w_uk, "
+        f"{_PLACES}, *, float eps, bool ds_mla=False, Tensor? q_scale_inv=None, "
+        f"Tensor? cache_scale_inv=None, {_ROPE}, bool weight_is_static=False, bool? pdl=None, "
+        "float? q_scale_inv_value=None, float? cache_scale_inv_value=None"
+    ),
+    "fused_q_kv_rmsnorm": (
+        "Tensor qkv_a, Tensor q_weight, Tensor kv_weight, *, float eps, "
+        "bool weight_is_static=False, bool? pdl=None"
+    ),
+    "fused_mla_decode_value": (
+        "Tensor latent, Tensor w_uv, Tensor? gate=None, *, bool weight_is_static=False, "
+        "bool? pdl=None"
     ),
     "fused_mla_kv_concat": "Tensor k_nope, Tensor k_pe, *, bool? pdl=None",
     "fused_mla_kv_concat_quant_fp8": "Tensor k_nope, Tensor k_pe, Tensor v, *, bool? pdl=None",
@@ -139,20 +155,32 @@ def _fake(operation: Operation, schema: Any, outputs: Sequence[str]) -> Any:
         given = dict(zip(names, args, strict=False)) | named
         _merge_scales(given, scales)
         tensors = [given.get(called.get(name, name)) for name in arguments.names]
-        options = {name: given.get(name, _default(name)) for name in operation.options}
+        options = {name: _hint(given.get(name, _default(name))) for name in operation.options}
         problem = operation.accept(tuple(map(_seen, tensors)), options)
         if outputs:
             return None
         first: Any = tensors[0]
-        weight = given.get("weight")
         made = []
         for output in problem.outputs:
-            width = output.shape[-1] if weight is None else weight.shape[0]
             kind = getattr(torch, output.dtype)
-            made.append(first.new_empty((*first.shape[:-1], width), dtype=kind))
+            shape = _shape(operation, output.shape[-1], tensors)
+            made.append(first.new_empty(shape, dtype=kind))
         return made[0] if len(made) == 1 else tuple(made)
 
     return fake
+
+
+def _shape(operation: Operation, width: int, tensors: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the shape of an output, of symbols where the tensors of a call have such."""
+    first = tensors[0]
+    if operation.kernel in (fused_a_gemm, skinny_gemm):
+        return first.shape[0], tensors[1].shape[0]
+    if operation.kernel is mla_query:
+        w_uk = tensors[operation.arguments.places["w_uk"]]
+        return first.shape[0], w_uk.shape[0], width
+    if operation.kernel is mla_value:
+        return first.shape[0], first.shape[1] * V_HEAD_DIM
+    return *first.shape[:-1], width
 
 
 def _default(option: str) -> bool | None:

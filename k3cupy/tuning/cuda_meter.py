@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import contextvars
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-from k3cupy.choose.table import MLA_DECODE
+from k3cupy.choose.table import MLA_DECODE, MLA_NORM, MLA_QUERY, MLA_VALUE
 from k3cupy.runtime import devices, instances
 from k3cupy.runtime.errors import CompileError
 from k3cupy.runtime.instances import Instance
 from k3cupy.timing import graphs
-from k3cupy.timing.benches import Bench, DecodeBench, GemmBench, PrefillBench
+from k3cupy.timing.benches import (
+    Bench,
+    DecodeBench,
+    GemmBench,
+    LayerBench,
+    NormBench,
+    PrefillBench,
+)
 from k3cupy.timing.cold import pool_of
+from k3cupy.timing.mla_steps import QueryStep, ValueStep, kv_b_shape, layer_shape
 from k3cupy.tuning.engine import Effort
 from k3cupy.tuning.entries import Candidate
 from k3cupy.tuning.targets import GemmTarget, Target
+
+_WITH_WEIGHTS: Mapping[str, tuple[Any, Callable[[int], tuple[int, int]]]] = {
+    MLA_QUERY: (QueryStep, layer_shape),
+    MLA_VALUE: (ValueStep, kv_b_shape),
+}
+"""Family -> its step, and the shape of a layer's weights for a number of heads."""
 
 _ROUNDS = {Effort.GLANCE: 1, Effort.FULL: 3, Effort.EXTRA: 9}
 
@@ -32,7 +46,7 @@ class CudaMeter:
     """
 
     def __init__(self, targets: Sequence[Target], device: int) -> None:
-        """Take memory for the weights of all products and start the compiling threads.
+        """Take memory for all weights and start the compiling threads.
 
         All ``targets`` are of one family; ``device`` is the current one of PyTorch.
         """
@@ -41,7 +55,7 @@ class CudaMeter:
             min(16, os.cpu_count() or 1), thread_name_prefix="k3cupy-tune"
         )
         self._compiled: dict[Instance, Future[Any]] = {}
-        shapes = [(t.n, t.k) for t in targets if isinstance(t, GemmTarget)]
+        shapes = [shape for target in targets if (shape := _weights_of(target))]
         self._pool = pool_of(shapes) if shapes else None
         self._target: Target | None = None
         self._bench: Bench | None = None
@@ -95,10 +109,26 @@ class CudaMeter:
     def _made(self, target: Target) -> Bench:
         if isinstance(target, GemmTarget):
             return GemmBench(target.n, target.k, target.tokens, target.residual, self._pool)
+        named = target.kind, target.tokens, target.heads
+        if target.family in _WITH_WEIGHTS:
+            make_step, shape_of = _WITH_WEIGHTS[target.family]
+            return LayerBench(make_step(*named), shape_of(target.heads), self._pool)
+        if target.family == MLA_NORM:
+            return NormBench(target.tokens)
         make = DecodeBench if target.family == MLA_DECODE else PrefillBench
-        return make(target.problem, target.tokens, target.heads)
+        return make(*named)
 
     def _forget(self) -> None:
         """Let go of tensors and graphs before those of the next target come."""
         self._bench, self._recorded = None, graphs.Recorded(0)
         torch.cuda.empty_cache()  # each graph has memory of its own
+
+
+def _weights_of(target: Target) -> tuple[int, int] | None:
+    """Return the shape of a layer's weights, in one piece; None where there are none."""
+    if isinstance(target, GemmTarget):
+        return target.n, target.k
+    if target.family not in _WITH_WEIGHTS:
+        return None
+    _, shape_of = _WITH_WEIGHTS[target.family]
+    return shape_of(target.heads)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from k3cupy.choose.table import Entry
-from k3cupy.tuning.entries import LINEAR, Candidate, Known, entry_from
+from k3cupy.tuning.entries import Candidate, Known, entry_from
 from k3cupy.tuning.targets import Target
 
 if TYPE_CHECKING:  # it imports PyTorch
@@ -18,7 +18,7 @@ _CLEARLY_BEHIND = 1.1
 """A candidate that is as far behind at the first glance is not looked at again."""
 
 _CLOSE = 1.03
-"""Where the framework's linear and a kernel are as near, both get more rounds."""
+"""Where what a kernel has to beat and a kernel are as near, both get more rounds."""
 
 
 class Effort(enum.Enum):
@@ -106,6 +106,6 @@ def _timed_in_full(
 
     time([c for c, us in glance.items() if us <= limit or c is best_of[c.kernel]], Effort.FULL)
     close = [c for c, us in times.items() if us <= _CLOSE * min(times.values())]
-    if LINEAR in close and len(close) > 1:
+    if len(close) > 1 and not set(close).isdisjoint(target.beside):
         time(close, Effort.EXTRA)
     return times

@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 
 from k3cupy.call import choice
 from k3cupy.choose.table import AS_GOOD, Entry, key_of, measured
+from k3cupy.kernels import mla_query
 
 
 class Candidate(NamedTuple):
-    """A kernel with its configuration, or the framework's linear.
+    """A kernel with its configuration, or the framework's linear, or separate kernels.
 
     Attributes:
         kernel: as tables name it.
-        config: its configuration; None for the framework's linear.
+        config: its configuration; None for what has none.
     """
 
     kernel: str
@@ -27,7 +28,7 @@ class Candidate(NamedTuple):
         return self.kernel if self.config is None else f"{self.kernel} {key_of(self.config)}"
 
 
-LINEAR = Candidate(choice.LINEAR)
+LINEAR, SEPARATE = Candidate(choice.LINEAR), Candidate(mla_query.SEPARATE)
 
 Known = Mapping[tuple[str, int], Entry]
 """What was measured so far, by ``Entry.key``."""
@@ -52,13 +53,14 @@ def settled(entries: Iterable[Entry]) -> dict[tuple[str, int], Entry]:
 
     Of the configurations as good as the fastest of a size, the one that is best over all sizes is
     preferred, so that few instances have to be compiled. Products are as they are: a table prefers
-    only where one kernel was measured.
+    only where one kernel was measured, beside separate kernels or not, and is the fastest.
     """
     alone = [
-        (entry, times)
+        (entry, entry.times[entry.kernel])
         for entry in entries
-        for kernel, times in entry.times.items()
-        if len(entry.times) == 1 and kernel != LINEAR.kernel
+        if entry.us
+        and entry.config is not None
+        and not entry.times.keys() - {entry.kernel, SEPARATE.kernel}
     ]
     slower: dict[Any, list[float]] = {}
     for _, times in alone:

@@ -115,6 +115,8 @@ def _cell(entry: Entry | None) -> str:
         return "-"
     if entry.kernel in _MARKS:
         return f"{_MARKS[entry.kernel]} {speed_up(entry):.2f}"
+    if entry.config is None:
+        return f"{entry.us:.2f} ({entry.kernel})"
     return f"{entry.us:.2f} ({key_of(entry.config)})"
 
 

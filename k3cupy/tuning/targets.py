@@ -6,28 +6,52 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from k3cupy.choose import gemm
+from k3cupy.choose import gemm, mla
 from k3cupy.choose.fused_a_gemm import tile_m_of
 from k3cupy.choose.gemm import FUSED_A, OURS, SKINNY, TOKEN_CLASSES
-from k3cupy.choose.table import GEMM, KERNELS, MLA_DECODE, MLA_PREFILL
-from k3cupy.kernels import fused_a_gemm, mla_decode, mla_prefill, skinny_gemm
+from k3cupy.choose.table import (
+    GEMM,
+    KERNELS,
+    MLA_DECODE,
+    MLA_NORM,
+    MLA_PREFILL,
+    MLA_QUERY,
+    MLA_VALUE,
+)
+from k3cupy.kernels import (
+    fused_a_gemm,
+    mla_norm,
+    mla_prefill,
+    mla_query,
+    mla_value,
+    skinny_gemm,
+)
 from k3cupy.ops.warmup import shapes_of
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import reject, shown
 from k3cupy.runtime.instances import Instance
 from k3cupy.runtime.tensors import is_integer
-from k3cupy.tuning.entries import LINEAR, Candidate, Known
+from k3cupy.tuning.entries import LINEAR, SEPARATE, Candidate, Known
 
+_FORMATS = ("16bit+same", "fp8+fp8", "16bit+ds_mla", "16bit+fp8", "fp8+same")
 KINDS = {
-    MLA_DECODE: ("16bit+same", "fp8+fp8", "16bit+ds_mla", "16bit+fp8", "fp8+same"),
+    MLA_DECODE: _FORMATS,
     MLA_PREFILL: mla_prefill.OPS,
+    MLA_NORM: (mla_norm.Variant("bfloat16").kind,),
+    MLA_QUERY: _FORMATS[:1],
+    MLA_VALUE: (mla_value.GATED, mla_value.VALUE, mla_value.ABSORB),
 }
-"""Problems of the epilogues: query format + cache format, or the operation."""
+"""Problems of the kernels of an MLA layer: query format + cache format, or what is computed."""
+
+_FEW_TO_MANY = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 TOKENS = {
     GEMM: gemm.TOKENS,
     MLA_DECODE: (1, 2, 4, 8, 16, 32, 64, 65, 128, 256, 512, 1024, 2048, 4096),
     MLA_PREFILL: (1, 4, 16, 64, 256, 512, 1024, 2048, 4096, 16_384, 65_536),
+    MLA_NORM: _FEW_TO_MANY,
+    MLA_QUERY: (1, 2, 3, 4, 5, 6, 8, 12, mla_query.MAX_TOKENS),
+    MLA_VALUE: _FEW_TO_MANY,
 }
 """Numbers of tokens that are measured where nobody names any."""
 
@@ -144,20 +168,32 @@ def _best(
 
 @dataclass(frozen=True)
 class MlaTarget(_Target):
-    """A call of an MLA epilogue, without RoPE, rows at multiples of 16 bytes."""
+    """A call of a kernel of an MLA layer, without RoPE, rows at multiples of 16 bytes.
+
+    The query front is timed in 16 bits, beside the separate kernels that compute the same.
+    """
 
     family: str
-    problem: str
+    kind: str
     tokens: int
     heads: int
 
-    beside = ()
     follows = None
 
     @property
+    def problem(self) -> str:
+        """What tables list it as."""
+        return mla.problem_of(self.family, self.kind, self.heads)
+
+    @property
+    def beside(self) -> tuple[Candidate, ...]:
+        """What needs no check, and what a kernel has to beat."""
+        return (SEPARATE,) if self.family == MLA_QUERY else ()
+
+    @property
     def size(self) -> int:
-        """The rows that are written; of prefill those of the heads."""
-        return self.tokens * (self.heads + (self.family == MLA_DECODE))
+        """The rows by which tables list it."""
+        return mla.size_of(self.family, self.tokens, self.heads)
 
     def candidates(self, known: Known, gpu: DeviceInfo) -> tuple[Candidate, ...]:
         """Return every configuration."""
@@ -165,8 +201,12 @@ class MlaTarget(_Target):
 
     def instance(self, candidate: Candidate) -> Instance:
         """Return what bfloat16 inputs run."""
-        make: Any = mla_decode.Variant.of_kind if self.family == MLA_DECODE else mla_prefill.Variant
-        found: Instance = candidate.config.instance(make(self.problem, "bfloat16"))
+        of_kernel: Any = KERNELS[self.family].Variant
+        make = of_kernel if self.family == MLA_PREFILL else of_kernel.of_kind
+        variant = make(self.kind, "bfloat16")
+        if self.family == MLA_QUERY:
+            variant = replace(variant, tile_m=mla_query.tile_of(self.tokens))
+        found: Instance = candidate.config.instance(variant)
         return found
 
 
@@ -199,7 +239,7 @@ def gemm_targets(
 def mla_targets(
     family: str, kinds: Sequence[str] | None, tokens: Sequence[int] | None, heads: int
 ) -> tuple[Target, ...]:
-    """Return calls of an epilogue in order.
+    """Return calls of a kernel of an MLA layer in order.
 
     Raises:
         ValueError: a kind that does not exist, or a number of tokens or heads that no call has.
@@ -213,6 +253,9 @@ def mla_targets(
     for name, number in (("num_heads", heads), *(("tokens", count) for count in counts)):
         if type(number) is not int or number < 1:
             reject(name, "integers above 0", shown(number))
+    if family == MLA_QUERY and max(counts) > mla_query.MAX_TOKENS:
+        hint = "More tokens run in separate kernels"
+        reject("tokens", f"at most {mla_query.MAX_TOKENS}", shown(max(counts)), hint)
     return tuple(MlaTarget(family, kind, count, heads) for kind in named for count in counts)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from k3cupy import projections
 from k3cupy.choose import cache
-from k3cupy.choose.table import GEMM, MLA_DECODE, MLA_PREFILL, Entry
+from k3cupy.choose.table import GEMM, Entry
 from k3cupy.runtime import devices, sources
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import ToolchainError, reject, shown
@@ -18,12 +18,12 @@ from k3cupy.tuning import files
 from k3cupy.tuning.engine import measure_all
 from k3cupy.tuning.entries import Known, settled
 from k3cupy.tuning.report import TuneReport, watch
-from k3cupy.tuning.targets import Target, gemm_targets, mla_targets
+from k3cupy.tuning.targets import KINDS, Target, gemm_targets, mla_targets
 
 if TYPE_CHECKING:  # it imports PyTorch
     from k3cupy.tuning.cuda_meter import CudaMeter
 
-FAMILY_OF = {"low_latency_linear": GEMM, MLA_DECODE: MLA_DECODE, MLA_PREFILL: MLA_PREFILL}
+FAMILY_OF = {"low_latency_linear": GEMM, **{name: name for name in KINDS}}
 """Operation -> its family of kernels."""
 
 _NUM_HEADS = 12
@@ -55,14 +55,14 @@ def tune(
 
     Args:
         shapes: products: (N, K) of the weights.
-        op: ``"low_latency_linear"``, ``"mla_decode"``, or ``"mla_prefill"`` for the prefill and the
-            context epilogues.
+        op: ``"low_latency_linear"``, ``"mla_decode"``, ``"mla_prefill"`` for the prefill and the
+            context epilogues, ``"mla_norm"``, ``"mla_query"`` or ``"mla_value"``.
         preset: products: or the name of a model, for example ``"kimi-k3-tp8"``.
         module: products: or a ``torch.nn.Module``, or where one is found, as
             ``"package.module:name"``; its bfloat16 ``nn.Linear`` layers without bias are measured.
-        kinds: epilogues: formats of query and cache, as ``"fp8+fp8"``, or names of the prefill
-            operations; None: all.
-        num_heads: epilogues: local heads; None: 12.
+        kinds: MLA: formats of query and cache, as ``"fp8+fp8"``, names of the prefill operations,
+            or ``"value+gate"``, ``"value"`` and ``"absorb"``; None: all.
+        num_heads: MLA: local heads; None: 12.
         tokens: numbers of tokens. Of products those that tables list, from 1 to 64. None: all that
             the shipped tables have.
         residual: products: measure also with a residual, against ``torch.addmm``.
