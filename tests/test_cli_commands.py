@@ -18,8 +18,9 @@ from toolchain_helpers import copy_of_sources, edit
 
 import k3cupy
 from k3cupy.choose.gemm import ALL, TOKENS, choose
-from k3cupy.cli import main
+from k3cupy.cli import explain, main
 from k3cupy.runtime import devices, offline
+from k3cupy.tuning.targets import KINDS
 
 ROOT = Path(k3cupy.__file__).parents[1]
 
@@ -91,6 +92,7 @@ def test_explain_groups_what_is_alike() -> None:
 
 
 def test_explain_of_the_epilogues() -> None:
+    assert set(explain._MLA) == set(KINDS)
     words = ("explain", "--op", "mla_decode", "--kind", "fp8+fp8", "--tokens", "8", "--heads", "24")
     code, text = run(*words, "--gpu", "b200")
     assert code == 0, text

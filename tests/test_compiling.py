@@ -18,7 +18,9 @@ from toolchain_helpers import HAS_DISASSEMBLER, NO_DISASSEMBLER, copy_of_sources
 
 import k3cupy
 from k3cupy import compiling
+from k3cupy.choose.table import KERNELS
 from k3cupy.kernels.mla_decode import UNTUNED
+from k3cupy.ops.warmup import wanted_of
 from k3cupy.runtime import devices, offline, sources
 from k3cupy.tuning import cuda_meter
 
@@ -55,6 +57,12 @@ def test_shared_memory_is_what_a_block_has() -> None:
     assert fused.dynamic_shared_bytes == config.shared_bytes > 0
     report = k3cupy.compile("mla_prefill", gpu="h200", progress=False, kv_cache="bf16")
     assert any(kernel.shared_bytes for kernel in report)
+
+
+def test_every_source_has_an_operation_to_look_at_it_by() -> None:
+    assert set(compiling._OF_SOURCES) == {module.SOURCE for module in KERNELS.values()}
+    for op, options in compiling._OF_SOURCES.values():
+        assert list(wanted_of(op, options)(H200))
 
 
 def test_spills_are_told() -> None:
