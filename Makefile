@@ -58,8 +58,10 @@ demo: $(RUN_ENV) ## Run one Kimi-K3 MLA decode layer, in two fused forms and unf
 pytest = $(PY) $(2) -m pytest -c ../pyproject.toml --rootdir .. $$($(PY) -c \
   'import importlib.util as u; print("-n auto --maxprocesses $(1) --dist loadgroup" * bool(u.find_spec("xdist")))')
 
-test: $(DEV_ENV) lint ## Lint, types, every test that this machine can run, the wheel
-	@cd tests && $(call pytest,8) $(TEST_ARGS)
+# When make was called, for the tests to say at their end how long it all took.
+test: export TEST_BEGAN := $(shell date +%s)
+test: $(DEV_ENV) lint ## Lint, types, every test that this machine can run, the wheel; and how long it took
+	@cd tests && $(call pytest,8) --durations=15 --durations-min=1 $(TEST_ARGS)
 
 fuzz: $(DEV_ENV) ## Property tests with new examples, a thousand a test, on the CPU and on a GPU
 	@cd tests && HYPOTHESIS_PROFILE=fuzz $(call pytest,16) -o timeout=0 test_properties.py $(TEST_ARGS)

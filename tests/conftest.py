@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,8 +64,18 @@ def pytest_testnodedown(node: Any) -> None:
         CASES[what, device] += count
 
 
+_PYTEST_BEGAN = time.time()
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Say how many cases were generated."""
+    """Say how many cases were generated, and how long `make test` took, lint and types included."""
+    if "TEST_BEGAN" in os.environ:
+        began = float(os.environ["TEST_BEGAN"])
+        total, before = time.time() - began, _PYTEST_BEGAN - began
+        terminalreporter.write_line(
+            f"make test took {total / 60:.1f} minutes, {before / 60:.1f} of them before the tests: "
+            "environment, style, types"
+        )
     for device in dict.fromkeys(device for _, device in CASES):
         counts = {what: count for (what, where), count in CASES.items() if where == device}
         told = ", ".join(f"{count:,} {what}" for what, count in counts.items())

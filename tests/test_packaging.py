@@ -108,6 +108,13 @@ def test_wheel_holds_every_file_of_the_package(built: Built) -> None:
     assert package <= built.files
 
 
+def test_wheel_holds_the_demo_with_all_that_it_imports(built: Built) -> None:
+    """`k3cupy demo` runs it; here for its help, which imports the modules beside it."""
+    pytest.importorskip("torch")
+    program = "import sys; from k3cupy.cli import main; sys.argv[1:] = ['demo', '-h']; main()"
+    assert "Run one Kimi-K3 MLA decode layer" in built.run("-c", program)
+
+
 def test_wheel_holds_nothing_else(built: Built) -> None:
     top = {name.split("/")[0] for name in built.files}
     (dist_info,) = (name for name in top if name.endswith(".dist-info"))
