@@ -58,7 +58,7 @@ def resolve(words: list[str], pins: dict[str, str], folder: Path) -> list[dict[s
     """What pip would install for a line, where `pins` are there already."""
     constraints, report = folder / "pins.txt", folder / "report.json"
     constraints.write_text("".join(f"{n}=={v}\n" for n, v in pins.items()), encoding="utf-8")
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
+    command = [sys.executable, "-m", "pip", "install", "-qq", "--dry-run", "--ignore-installed"]
     command += ["--use-feature=fast-deps", "--report", str(report), "-c", str(constraints), *words]
     subprocess.run(command, cwd=ROOT, check=True)
     found: list[dict[str, Any]] = json.loads(report.read_text(encoding="utf-8"))["install"]
@@ -98,7 +98,12 @@ def follow(way: list[list[str]], folder: Path) -> dict[str, Any]:
             if name not in pins and name != "k3cupy":
                 size += size_of(item["download_info"]["url"])
                 pins[name] = item["metadata"]["version"]
-    return {"way": text, "megabytes": round(size / 1e6), "versions": pins, "wrong": wrong(way, pins)}
+    return {
+        "way": text,
+        "megabytes": round(size / 1e6),
+        "versions": pins,
+        "wrong": wrong(way, pins),
+    }
 
 
 def main() -> int:

@@ -27,6 +27,7 @@ autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 napoleon_use_rtype = False
 
+_FOLDER = re.compile(r"\[([^\]]*)\]\(notebooks\)")
 _LINK = re.compile(r"\[([^\]]*)\]\(\.\./([^)#\s]+)(?:#[^)\s]*)?\)")
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -40,7 +41,7 @@ def _outside(match: re.Match[str]) -> str:
 
 
 def _read(app: object, name: str, source: list[str]) -> None:
-    source[0] = _LINK.sub(_outside, source[0])
+    source[0] = _LINK.sub(_outside, _FOLDER.sub(r"[\1](notebooks/first_steps)", source[0]))
 
 
 def setup(app: Any) -> None:

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/tensor_parallel_decode.py
     torchrun --nproc-per-node 2 examples/tensor_parallel_decode.py --device cpu --heads 4
 
-Tensor parallelism as engines do it, with as many ranks as torchrun starts. Each rank has its share of
-the heads: q_b and kv_b (here absorbed, W_UK and W_UV) are split by columns, o_proj by rows, and one
+Tensor parallelism as engines do it, with as many ranks as torchrun starts. Each rank has its share
+of the heads: q_b and kv_b (here absorbed, W_UK and W_UV) are split by columns, o_proj by rows, and one
 all-reduce adds the ranks' outputs. What has no heads, qkv_a, the norms and the latent cache, each
 rank has whole:
 
@@ -52,8 +52,12 @@ CALLS = 10  # steps in the graph that is timed
 
 
 @click.command()
-@click.option("--heads", type=click.IntRange(1), default=24, show_default=True, help="Of all ranks.")
-@click.option("--tokens", type=click.IntRange(1), default=4, show_default=True, help="In the batch.")
+@click.option(
+    "--heads", type=click.IntRange(1), default=24, show_default=True, help="Of all ranks."
+)
+@click.option(
+    "--tokens", type=click.IntRange(1), default=4, show_default=True, help="In the batch."
+)
 @device_option
 @seed_option
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the times there.")

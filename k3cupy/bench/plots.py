@@ -192,7 +192,9 @@ def plot_linear(document: Mapping[str, Any], path: Path) -> None:
         for e in entries
     }
     cells = [[gains.get((kind, m), float("nan")) for m in tokens] for kind in kinds]
-    figure = Figure(figsize=(3.5 + 0.8 * len(tokens), 1.5 + 0.32 * len(kinds)), layout="constrained")
+    figure = Figure(
+        figsize=(3.5 + 0.8 * len(tokens), 1.5 + 0.32 * len(kinds)), layout="constrained"
+    )
     panel = figure.subplots()
     image = panel.imshow(cells, cmap="cividis", aspect="auto", vmin=1)
     for row, kind in enumerate(kinds):
