@@ -107,6 +107,7 @@ def follow(way: list[list[str]], folder: Path) -> dict[str, Any]:
 
 
 def main() -> int:
+    """Follow every way of the README; 1 where one is wrong, or none is there."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write what was found there")
     file = parser.parse_args().json

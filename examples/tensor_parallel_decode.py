@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 2 examples/tensor_parallel_decode.py --device cpu --heads 4
 
 Tensor parallelism as engines do it, with as many ranks as torchrun starts. Each rank has its share
-of the heads: q_b and kv_b (here absorbed, W_UK and W_UV) are split by columns, o_proj by rows, and one
-all-reduce adds the ranks' outputs. What has no heads, qkv_a, the norms and the latent cache, each
-rank has whole:
+of the heads: q_b and kv_b (here absorbed, W_UK and W_UV) are split by columns, o_proj by rows, and
+one all-reduce adds the ranks' outputs. What has no heads, qkv_a, the norms and the latent cache,
+each rank has whole:
 
     hidden --qkv_a, norms--> q_a, latent row      the same on every rank
            --q_b, W_UK, EPILOGUE, attention, W_UV-->   the rank's own heads

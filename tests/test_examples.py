@@ -78,11 +78,13 @@ def one_thread() -> Iterator[None]:
 
 
 @functools.cache
-def weights_of(random: Callable[..., Any], state: bytes, device: str) -> tuple[Any, torch.Tensor]:
+def weights_of(
+    random: Callable[..., Any], state: bytes, device: str, *heads: int
+) -> tuple[Any, torch.Tensor]:
     """The weights that a generator in this state makes, and its state behind them."""
     generator = torch.Generator()
     generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    return random(generator, torch.device(device)), generator.get_state()
+    return random(generator, torch.device(device), *heads), generator.get_state()
 
 
 @pytest.fixture
@@ -95,9 +97,9 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
     weights = importlib.import_module("mla_layer").Weights
     random = weights.random
 
-    def remembered(generator: torch.Generator, device: torch.device) -> Any:
+    def remembered(generator: torch.Generator, device: torch.device, *heads: int) -> Any:
         state = generator.get_state().numpy().tobytes()
-        made, behind = weights_of(random, state, str(device))
+        made, behind = weights_of(random, state, str(device), *heads)
         generator.set_state(behind)
         return made
 
@@ -308,12 +310,12 @@ def test_two_ranks_equal_one(tmp_path: Path) -> None:
 
 
 def test_a_share_that_is_lost_is_found(
-    load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One process as one of two ranks, whose sum is its own part alone."""
     example = load("tensor_parallel_decode")
     monkeypatch.setattr(example.dist, "all_reduce", lambda tensor: None)
-    assert example.run(2, 1, 0, torch.device("cpu"), 0, 2, tmp_path / "times.json")
+    assert example.run(2, 1, 0, torch.device("cpu"), 0, 2, None)
 
 
 @pytest.mark.gpu

@@ -33,7 +33,11 @@ def _by_tokens(panel: Any, entries: Sequence[Mapping[str, Any]], lines: _Lines, 
         points = [(entry["tokens"], value(entry)) for entry in entries]
         drawn = [point for point in points if point[1] is not None]
         if drawn:
-            style = {"color": _COLORS[place], "marker": _MARKS[place], "markersize": 4}
+            style: dict[str, Any] = {
+                "color": _COLORS[place],
+                "marker": _MARKS[place],
+                "markersize": 4,
+            }
             panel.plot(*zip(*drawn, strict=True), label=name, **style)
     tokens = sorted({entry["tokens"] for entry in entries})
     panel.set(xscale="log", xlabel="tokens", ylabel=unit)
@@ -202,7 +206,7 @@ def plot_linear(document: Mapping[str, Any], path: Path) -> None:
             if (kind, m) in gains:
                 gain = gains[kind, m]
                 dark = gain < (1 + max(gains.values())) / 2
-                style = {"ha": "center", "va": "center", "size": 8}
+                style: dict[str, Any] = {"ha": "center", "va": "center", "size": 8}
                 panel.text(column, row, f"{gain:.2f}", color="white" if dark else "black", **style)
     panel.set_xticks(range(len(tokens)), [str(m) for m in tokens])
     panel.set_yticks(range(len(kinds)), list(kinds), size=8)
