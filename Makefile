@@ -8,7 +8,7 @@
 #   TORCH_SPEC=torch==2.10.0 which PyTorch to install into .venv
 #   TORCH_INDEX=URL          one more package index for it, such as PyTorch's own CPU-only index
 #   BENCH=prefill            what `make bench` measures: decode (the default), prefill, gemm, linear,
-#                            window, host, start
+#                            window, step, host, start
 #   HUNT_REPLAYS=5000        how often `make hunt` replays each chain of kernels
 #   SOAK_MINUTES=30          how long `make soak` runs
 #   TOOLS="memcheck racecheck"   the tools of `make sanitize` (default: all four)
@@ -50,7 +50,7 @@ endif
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-demo: $(RUN_ENV) ## Run one Kimi-K3 MLA decode layer, fused and unfused, and compare
+demo: $(RUN_ENV) ## Run one Kimi-K3 MLA decode layer, in two fused forms and unfused, and compare
 	@$(PY) examples/mla_decode_step.py $(DEMO_ARGS)
 
 # pytest starts in tests/, so that `k3cupy` is the one that the environment finds, also a wheel.

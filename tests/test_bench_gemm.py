@@ -17,7 +17,7 @@ from tune_helpers import run as tune_with
 
 from k3cupy.bench import floor, forms, report
 from k3cupy.choose.gemm import candidates
-from k3cupy.choose.table import GEMM, entry_of, parts_of, table_text
+from k3cupy.choose.table import FAMILIES, GEMM, entry_of, parts_of, table_text
 from k3cupy.cli import main
 from k3cupy.kernels.fused_a_gemm import FusedAGemmConfig
 from k3cupy.runtime.devices import DeviceInfo
@@ -379,7 +379,7 @@ def test_what_makes_no_table_is_one_clear_line(exports: list[Path], tmp_path: Pa
     assert not list(tmp_path.glob("*/*.json"))
 
 
-@pytest.mark.parametrize("family", ["gemm", "mla_decode", "mla_prefill"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_shipped_table_is_what_the_committed_runs_give(family: str, tmp_path: Path) -> None:
     runs = sorted((ROOT / "benchmarks/results").glob(f"tune_{family}_h200_*.json"))
     if not runs:

@@ -149,6 +149,7 @@ in_one_process = pytest.mark.xdist_group("examples")
 def test_demo_runs_as_a_script(name: str, scripts: dict[str, str]) -> None:
     assert "All outputs agree with plain PyTorch" in scripts[name]
     assert "Why this epilogue: " in scripts[name]
+    assert ("Why this query front: " in scripts[name]) is (name == DECODE)
 
 
 @both_demos
@@ -234,6 +235,31 @@ def test_decode_demo_fails_when_the_epilogue_is_wrong(
     operation = getattr(k3cupy, OPERATION)
     monkeypatch.setattr(k3cupy, OPERATION, lambda **call: fault(operation, call))
     fails(load(DECODE), "--kv-cache", kv_cache)
+
+
+@pytest.mark.parametrize("kv_cache", FORMATS)
+@pytest.mark.parametrize(
+    "fault", [drop_one_write, write_zeros_for_one_row, swap_two_rows, return_nan]
+)
+def test_decode_demo_fails_when_the_query_front_is_wrong(
+    fault: Any,
+    kv_cache: str,
+    load: Callable[[str], ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    operation = k3cupy.fused_mla_decode_query
+    monkeypatch.setattr(k3cupy, "fused_mla_decode_query", lambda **call: fault(operation, call))
+    fails(load(DECODE), "--kv-cache", kv_cache)
+
+
+def test_decode_demo_fails_when_the_values_are_wrong(
+    load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = k3cupy.fused_mla_decode_value
+    monkeypatch.setattr(
+        k3cupy, "fused_mla_decode_value", lambda *args, **options: values(*args, **options).flip(0)
+    )
+    fails(load(DECODE))
 
 
 # Prefill

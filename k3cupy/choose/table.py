@@ -75,7 +75,7 @@ UNITS = {
     MLA_DECODE: "us added to the chain",
     MLA_PREFILL: "us added to the chain",
     MLA_NORM: "us added to the chain",
-    MLA_QUERY: "us added to the chain, cold weights",
+    MLA_QUERY: "us added to the first projection and a consumer, cold weights",
     MLA_VALUE: "us added to the chain, cold weights",
 }
 """How the entries of a file were measured; those of two ways are never compared."""

@@ -140,15 +140,18 @@ class NormBench:
 
 
 class LayerBench:
-    """The query front, or a product with a matrix of each head, with cold weights.
+    """The query front behind the first projection, or a product with a matrix of each head.
 
-    The separate kernels that compute what the query front does are its kernel ``"separate"``.
+    Weights are cold. The separate kernels that compute what the query front does are its kernel
+    ``"separate"``.
     """
 
     replays = 3
 
     def __init__(self, step: QueryStep | ValueStep, shape: tuple[int, int], pool: Any) -> None:
-        self._step, self._chain = step, step.chain()
+        self._step = step
+        behind = step.behind_projection if isinstance(step, QueryStep) else step.chain
+        self._chain = behind()
         self._weights, self.launches, self.first = cold.in_short(cold.weights_of(*shape, pool))
 
     def check(self, kernel: str, config: Any) -> str | None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import k3cupy
+from k3cupy.choose.gemm import FUSED_A, SKINNY
 from k3cupy.constants import (
     DS_MLA_ROPE_OFFSET,
     DS_MLA_ROW_BYTES,
@@ -30,11 +31,15 @@ from k3cupy.constants import (
 from k3cupy.kernels import mla_value
 from k3cupy.kernels.mla_query import Variant
 from k3cupy.ops.mla_separate import absorbed_query
+from k3cupy.timing import cold
 from k3cupy.timing.chain import Chain, consumer_of, producer_of
 from k3cupy.timing.decode_step import BLOCK_SIZE
+from k3cupy.timing.graphs import in_turns
 
 QKV_A_WIDTH = Q_LORA_RANK + LATENT_DIM
 EPSILON = 1e-6
+
+_HIDDEN = 7168
 
 _KV_B_DIM = QK_NOPE_HEAD_DIM + V_HEAD_DIM
 _LEAST_BLOCKS = 64
@@ -196,6 +201,7 @@ class QueryStep:
             "eps": EPSILON,
             **self._epilogue,
         }
+        self._values = self._qkv_a.clone()
         self._expected: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def cut(self, layer: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -248,6 +254,26 @@ class QueryStep:
         """Return what writes qkv_a, and what reads mqa_q."""
         return Chain(producer_of(self._qkv_a), consumer_of(self.out))
 
+    def behind_projection(self) -> Chain:
+        """Return the first projection, cold too and as a linear layer has it, and the consumer.
+
+        That is where the query front sits: its weights stream while the projection still runs, as
+        far as both find room on a multiprocessor.
+        """
+        x = torch.randn(len(self._qkv_a), _HIDDEN, device=self.out.device, dtype=torch.bfloat16)
+        weights = cold.weights_of(QKV_A_WIDTH, _HIDDEN, cold.pool_of([(QKV_A_WIDTH, _HIDDEN)]))
+        chosen = k3cupy.explain_low_latency_gemm(x, weights[0])
+        product: Any = {FUSED_A: k3cupy.fused_a_gemm, SKINNY: k3cupy.skinny_gemm}.get(chosen.kernel)
+
+        def project(weight: torch.Tensor) -> None:
+            if product is None:
+                torch.mm(x, weight.T, out=self._qkv_a)
+            else:
+                options = {"config": chosen.config, "weight_is_static": True}
+                product(x, weight, out=self._qkv_a, **options)
+
+        return Chain(in_turns(project, weights), consumer_of(self.out))
+
     def check(self, body: Callable[[torch.Tensor], Any], layer: torch.Tensor) -> str | None:
         """Let a body write ``out`` and the cache, and say what is wrong with them, or None.
 
@@ -285,6 +311,7 @@ class QueryStep:
         return float((self._query() - want).norm() / want.norm())
 
     def _fill(self, body: Callable[[torch.Tensor], Any], layer: torch.Tensor) -> None:
+        self._qkv_a.copy_(self._values)
         self.kv_cache.zero_()
         self.out.view(torch.uint8).fill_(0xFF)  # NaN in both types
         body(layer)
