@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ DS_MLA_ROW_BYTES = KV_LORA_RANK + 4 * DS_MLA_TILES + 2 * ROPE_DIM
 POISON_BYTE = 0xFF  # NaN in bf16, fp32 and fp8 alike
 
 Epilogue = Callable[..., Tensor]
+Linear = Callable[[Tensor, Tensor], Tensor]
 EpilogueCall = dict[str, Any]
 
 
@@ -68,7 +69,9 @@ class Weights:
     o_proj: Tensor  # [7168, H * 128]
 
     @classmethod
-    def random(cls, generator: torch.Generator, device: torch.device) -> Weights:
+    def random(
+        cls, generator: torch.Generator, device: torch.device, heads: int = NUM_HEADS
+    ) -> Weights:
         def normal(*shape: int, fan_in: int) -> Tensor:
             values = torch.randn(shape, generator=generator) * fan_in**-0.5
             return values.to(device, torch.bfloat16)
@@ -77,7 +80,6 @@ class Weights:
             values = 1.0 + 0.1 * torch.randn(width, generator=generator)
             return values.to(device, torch.bfloat16)
 
-        heads = NUM_HEADS
         return cls(
             qkv_a=normal(QKV_A_WIDTH, HIDDEN_SIZE, fan_in=HIDDEN_SIZE),
             q_a_norm=norm_weight(Q_LORA_RANK),
@@ -86,6 +88,20 @@ class Weights:
             w_uk=normal(heads, NOPE_DIM, KV_LORA_RANK, fan_in=KV_LORA_RANK),
             w_uv=normal(heads, KV_LORA_RANK, VALUE_DIM, fan_in=KV_LORA_RANK),
             o_proj=normal(HIDDEN_SIZE, heads * VALUE_DIM, fan_in=heads * VALUE_DIM),
+        )
+
+    def shard(self, rank: int, ranks: int) -> Weights:
+        """One rank's part under tensor parallelism: its heads of everything that has heads.
+
+        q_b, W_UK and W_UV (kv_b, absorbed) are split by columns of their products, o_proj by rows:
+        the sum of all ranks' outputs is the layer's. What has no heads, each rank has whole.
+        """
+        return replace(
+            self,
+            q_b=self.q_b.chunk(ranks)[rank].contiguous(),
+            w_uk=self.w_uk.chunk(ranks)[rank].contiguous(),
+            w_uv=self.w_uv.chunk(ranks)[rank].contiguous(),
+            o_proj=self.o_proj.chunk(ranks, dim=1)[rank].contiguous(),
         )
 
 
@@ -257,11 +273,13 @@ class FusedLayer:
         cache: PagedCache,
         epilogue: Epilogue,
         cos_sin_cache: Tensor | None,
+        linear: Linear = F.linear,
     ) -> None:
         self.weights = weights
         self.kv = kv
         self.cache = cache
         self.epilogue = epilogue
+        self.linear = linear
         self.cos_sin_cache = cos_sin_cache
 
     def __call__(self, hidden: Tensor, positions: Tensor) -> Tensor:
@@ -274,7 +292,7 @@ class FusedLayer:
         w = self.weights
 
         # One GEMM makes all three low-rank parts, side by side in a buffer 2112 wide.
-        qkv = F.linear(hidden, w.qkv_a)
+        qkv = self.linear(hidden, w.qkv_a)
         q_a, kv_c, k_pe = qkv.split([Q_LORA_RANK, KV_LORA_RANK, ROPE_DIM], dim=-1)
 
         # Two RMS norms. The query's is written back in place, so q_a stays a slice of the wide
@@ -286,7 +304,7 @@ class FusedLayer:
         slot_mapping = self.cache.slot_table.gather(1, positions[:, None]).squeeze(1)
 
         # q_b reads the strided slice and makes every head's query, [B, H, 128 | 64].
-        q = F.linear(q_a, w.q_b).unflatten(-1, (NUM_HEADS, NOPE_DIM + ROPE_DIM))
+        q = self.linear(q_a, w.q_b).unflatten(-1, (-1, NOPE_DIM + ROPE_DIM))
         q_nope, q_pe = q.split([NOPE_DIM, ROPE_DIM], dim=-1)
 
         # The absorbed key projection: a batched matmul over heads gives [H, B, 512], and the
@@ -312,7 +330,7 @@ class FusedLayer:
     def attend(self, mqa_q: Tensor, positions: Tensor) -> Tensor:
         """Attention over the paged cache, value up-projection, output projection."""
         latent = self.latent(mqa_q, positions)
-        return F.linear(self.values(latent), self.weights.o_proj)
+        return self.linear(self.values(latent), self.weights.o_proj)
 
     def latent(self, mqa_q: Tensor, positions: Tensor) -> Tensor:
         """Attention over the paged cache, [B, H, 512]."""
@@ -347,7 +365,7 @@ class FewerLaunchesLayer(FusedLayer):
         """The first projection. Returns the arguments of the query front's call."""
         w = self.weights
         call: EpilogueCall = {
-            "qkv_a": F.linear(hidden, w.qkv_a),
+            "qkv_a": self.linear(hidden, w.qkv_a),
             "q_norm_weight": w.q_a_norm,
             "kv_norm_weight": w.kv_c_norm,
             "w_q_b": w.q_b,

@@ -86,6 +86,30 @@ def test_a_gemm_plot_is_drawn(tmp_path: Path) -> None:
     assert path.read_bytes()[:4] == b"\x89PNG"
 
 
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks/results"
+
+
+@pytest.mark.parametrize("name", ["decode", "gemm", "linear", "prefill", "window"])
+def test_committed_results_are_drawn(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "folder/picture.svg"
+    done = CliRunner().invoke(
+        main, ["bench", "plot", str(RESULTS / f"{name}_h200_chain.json"), str(path)]
+    )
+    assert done.exit_code == 0, done.output
+    assert "NVIDIA H200" in path.read_text(encoding="utf-8")
+
+
+def test_what_cannot_be_drawn_is_told(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = str(tmp_path / "x.png")
+    done = CliRunner().invoke(main, ["bench", "plot", str(RESULTS / "start_h200.json"), picture])
+    assert "RESULT: expected results of decode, gemm, linear, prefill, window" in done.output
+    window = str(RESULTS / "window_h200_chain.json")
+    done = CliRunner().invoke(main, ["bench", "plot", window, picture, "--kind", "mla"])
+    assert "--kind: expected some of mla-front, kda-front" in done.output
+
+
 def test_a_plot_without_matplotlib_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     done = CliRunner().invoke(main, ["bench", "gemm", "--plot", "x.png"])

@@ -367,6 +367,33 @@ def start_command(model: str, tp: int, path: Path | None, commit: str | None) ->
     _show(start.as_document(_measured(start.run(model, tp)), commit), path)
 
 
+@bench.command("plot")
+@click.argument("result", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("picture", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--kind", "kinds", multiple=True, help="Only these, as a window; all by default.")
+def plot_command(result: Path, picture: Path, kinds: tuple[str, ...]) -> None:
+    """Draw RESULT, a file of a benchmark, as PICTURE; no GPU is needed.
+
+    Windows stacked; decode against its floor and peers; speed-up over shapes and M; bandwidth of
+    prefill. The ending of PICTURE names the format: .png, .svg or .pdf.
+    """
+    _need_matplotlib(picture)
+    from k3cupy.bench.plots import PLOTS
+
+    try:
+        document = json.loads(result.read_text(encoding="utf-8"))
+        draw = PLOTS[document["benchmark"]]
+    except (ValueError, KeyError, TypeError) as error:
+        message = f"RESULT: expected results of {', '.join(PLOTS)}, got {result}"
+        raise click.ClickException(message) from error
+    entries = [e for e in document["entries"] if not kinds or e["kind"] in kinds]
+    if not entries:
+        known = ", ".join(dict.fromkeys(e["kind"] for e in document["entries"]))
+        raise click.ClickException(f"--kind: expected some of {known}, got {', '.join(kinds)}")
+    draw({**document, "entries": entries}, picture)
+    click.echo(f"wrote {picture}")
+
+
 @bench.command("apply")
 @click.argument("results", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
 @click.option("--tables", type=click.Path(path_type=Path), help="Write shipped tables there.")
