@@ -35,7 +35,7 @@ def test_separate_kernels_with_tensors_of_several_frameworks(form: LayerForm) ->
     found = alone.run(**wrapped(alone, cupy_of), stream=stream)
     stream.synchronize()
     assert isinstance(found, cupy.ndarray)
-    bits = torch.from_dlpack(found.view({1: cupy.uint8, 2: cupy.int16}[found.itemsize]))
+    bits = torch.from_dlpack(found.view({1: cupy.uint8, 2: cupy.int16}[found.itemsize])).cpu()
     oracle.assert_same_bits(bits, oracle.bits(want).view(bits.dtype), "with CuPy alone")
     oracle.assert_same_bits(alone.cache.snapshot(), written, "the cache")
 
