@@ -402,9 +402,10 @@ def apply_command(results: tuple[Path, ...], tables: Path | None, page: Path | N
     """Make the shipped tables of exports of the tuner, or the docs' figures of results.
 
     Tables are the mean of several files of `tune --export`, a file a GPU and family of kernels;
-    --tables names the folder of all GPUs. A page shows the last of several result files.
+    --tables names the folder of all GPUs. A page shows the last of several result files, its table
+    or what is digested of it, as the page's markers say.
     """
-    from k3cupy.bench import forms, report
+    from k3cupy.bench import digests, forms, report
     from k3cupy.bench import tables as shipped
 
     if (tables is None) == (page is None):
@@ -416,11 +417,14 @@ def apply_command(results: tuple[Path, ...], tables: Path | None, page: Path | N
         if page is not None:
             try:
                 chosen = report.with_shipped_choice(json.loads(results[-1].read_text("utf-8")))
-                text, marker = report.markdown(chosen), forms.form_of(chosen).marker
+                marker = forms.form_of(chosen).marker
+                parts = {marker: report.markdown(chosen), **digests.digests_of(chosen)}
             except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
                 told = f"{results[-1]}, which is not one ({type(error).__name__}: {error})"
                 reject("results", "a file made by `python -m k3cupy bench --json`", told)
-            report.insert_markdown(page, text, marker)
-            click.echo(f"wrote {page}")
+            there = [name for name in parts if report.has_markers(page, name)]
+            for name in there or [marker]:
+                report.insert_markdown(page, parts[name], name)
+            click.echo(f"wrote {', '.join(there)} of {page}")
     except (OSError, ValueError) as error:
         raise click.ClickException(str(error)) from error
