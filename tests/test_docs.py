@@ -277,6 +277,7 @@ def check_command_line(words: list[str], complete: bool) -> None:
 FILES = {
     "benchmarks": "benchmarks",
     "my_cuda_src": "cuda_src",
+    **{name: name for name in ("README.md", "docs/benchmarks.md", "docs/comparison.md")},
     **dict.fromkeys(
         ("run1.json", "run2.json", "h200.json"), "benchmarks/results/tune_mla_norm_h200.json"
     ),
@@ -287,10 +288,10 @@ FILES = {
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where commands find what they read."""
+    (tmp_path / "docs").mkdir()
     for name, here in FILES.items():
         put = os.symlink if (ROOT / here).is_dir() else shutil.copy
         put(ROOT / here, tmp_path / name)
-    (tmp_path / "docs").mkdir()
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
