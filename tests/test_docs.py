@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib.util
+import itertools
 import json
 import os
 import pkgutil
@@ -23,8 +24,12 @@ from click.testing import CliRunner
 from docs_helpers import MARKS, Outcome, blocks, prose
 
 import k3cupy
+from k3cupy import projections
+from k3cupy.choose.table import slug
 from k3cupy.cli import main as command_line
 from k3cupy.ops.dispatch_report import logger
+from k3cupy.runtime.devices import NAMED
+from k3cupy.runtime.offline import ARCHITECTURES
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -157,6 +162,49 @@ def test_paths_in_documents_exist(path: Path) -> None:
 @each_document
 def test_documents_have_one_title(path: Path) -> None:
     assert len(re.findall(r"^# ", prose(read(path)), re.MULTILINE)) == 1
+
+
+# The README's tables
+
+
+def table_below(header: str) -> list[list[str]]:
+    """The rows of the README's table with that header."""
+    _, _, rest = read(ROOT / "README.md").partition(f"\n| {header} |")
+    lines = rest.splitlines()[2:]
+    rows = list(itertools.takewhile(lambda line: line.startswith("|"), lines))
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def test_the_readme_names_the_models_that_are_known() -> None:
+    tables = ROOT / "k3cupy/choose/tables/nvidia_h200"
+    measured = json.loads(read(tables / "gemm.json"))["problems"]
+    *named, others = table_below("model")
+    assert others[0] == "other models"
+    for (name, has), model in zip(named, projections.MODELS, strict=True):
+        assert name.lower().startswith(model)
+        assert "measured configurations for its projections" in has
+        of = projections.shapes(model)
+        assert {f"bfloat16 {p.n}x{p.k}" for p in of} <= measured.keys()
+        if "epilogues" in has:
+            assert {path.stem for path in tables.iterdir()} > {"mla_decode", "mla_prefill"}
+
+
+def test_the_readme_names_the_gpus_that_ci_compiles_for() -> None:
+    rows = table_below("GPU")
+    named = [arch for gpu, _ in rows for arch in re.findall(r"sm_\d+", gpu)]
+    assert sorted(set(named)) == sorted(ARCHITECTURES)
+    run = [gpu for gpu, state in rows if state.startswith("run, tested, measured")]
+    assert run == ["H200 (sm_90)"]
+    tables = {path.parent.name for path in (ROOT / "k3cupy/choose/tables").glob("*/*.json")}
+    (public,) = (gpu for gpu, state in rows if "public figures" in state)
+    assert tables == {slug(NAMED["h200"].name), *re.findall(r"sm_\d+", public)}
+
+
+def test_the_readme_names_every_operation() -> None:
+    text = read(ROOT / "README.md") + read(ROOT / "docs/prefill_epilogues.md")
+    for name in k3cupy.__all__:
+        if name.startswith(("fused_", "explain_")):
+            assert f"`{name}`" in text, name
 
 
 # Their code, run
