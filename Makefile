@@ -137,7 +137,12 @@ endif
 # CuPy and torch must agree on the CUDA major version; a CPU-only torch goes with either.
 EXTRA_OF_TORCH := import torch; print("cu13" if (torch.version.cuda or "").startswith("13.") else "cu12")
 
-PIP = $(PY) -m pip install --quiet --no-input --disable-pip-version-check \
+# pip would compile every module of 240 MB of sources. Few are ever imported: Python compiles those
+# when they are, and must be allowed to keep the result.
+ifeq ($(PREPARED),)
+unexport PYTHONDONTWRITEBYTECODE
+endif
+PIP = $(PY) -m pip install --quiet --no-input --disable-pip-version-check --no-compile \
   $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 .venv/.ready-to-run: pyproject.toml
