@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import tempfile
@@ -63,6 +64,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         LEFT_OUT.update(item.nodeid for item in of_gpu)
         config.hook.pytest_deselected(items=of_gpu)
         items[:] = [item for item in items if item.nodeid not in LEFT_OUT]
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now, thousands of tests and large libraries, is no garbage to look for."""
+    gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
