@@ -1,4 +1,4 @@
-# `make demo` and `make test` need nothing but make and Python 3.10 to 3.13. The first call creates
+# `make demo` and `make test` need nothing but make and Python 3.10 to 3.14. The first call creates
 # .venv and installs what the machine can use: the GPU stack that fits the driver, or, without a
 # GPU, a CPU build of PyTorch and the run-time compiler.
 #
@@ -8,7 +8,7 @@
 #   TORCH_SPEC=torch==2.10.0 which PyTorch to install into .venv
 #   TORCH_INDEX=URL          one more package index for it, such as PyTorch's own CPU-only index
 #   BENCH=prefill            what `make bench` measures: decode (the default), prefill, gemm, linear,
-#                            window, host, start
+#                            window, step, host, start
 #   HUNT_REPLAYS=5000        how often `make hunt` replays each chain of kernels
 #   SOAK_MINUTES=30          how long `make soak` runs
 #   TOOLS="memcheck racecheck"   the tools of `make sanitize` (default: all four)
@@ -16,7 +16,7 @@
 #   DEMO_ARGS, TEST_ARGS, BENCH_ARGS   passed on to the demo, to pytest and to the benchmark
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fuzz coverage compile-all hunt soak sanitize lint check-style check-types \
+.PHONY: help demo test docs check-install fuzz coverage compile-all hunt soak sanitize lint check-style check-types \
   check-cuda format wheel bench clean
 
 BASE_PYTHON ?= python3
@@ -50,7 +50,7 @@ endif
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-demo: $(RUN_ENV) ## Run one Kimi-K3 MLA decode layer, fused and unfused, and compare
+demo: $(RUN_ENV) ## Run one Kimi-K3 MLA decode layer, in two fused forms and unfused, and compare
 	@$(PY) examples/mla_decode_step.py $(DEMO_ARGS)
 
 # pytest starts in tests/, so that `k3cupy` is the one that the environment finds, also a wheel.
@@ -58,8 +58,16 @@ demo: $(RUN_ENV) ## Run one Kimi-K3 MLA decode layer, fused and unfused, and com
 pytest = $(PY) $(2) -m pytest -c ../pyproject.toml --rootdir .. $$($(PY) -c \
   'import importlib.util as u; print("-n auto --maxprocesses $(1) --dist loadgroup" * bool(u.find_spec("xdist")))')
 
-test: $(DEV_ENV) lint ## Lint, types, every test that this machine can run, the wheel
-	@cd tests && $(call pytest,8) $(TEST_ARGS)
+# When make was called, for the tests to say at their end how long it all took.
+test: export TEST_BEGAN := $(shell date +%s)
+test: $(DEV_ENV) lint docs ## Lint, types, the docs' site, every test that this machine can run, the wheel; and how long it took
+	@cd tests && $(call pytest,8) --durations=15 --durations-min=1 $(TEST_ARGS)
+
+docs: $(DEV_ENV) ## Build the site of the docs into build/docs; a warning is an error
+	$(call tool,myst_nb,$(PY) -m sphinx --fail-on-warning --keep-going --quiet docs build/docs)
+
+check-install: $(DEV_ENV) ## Resolve the README's pip lines: torch and extra must be of one CUDA; needs a network
+	@$(PY) .ci/install_lines.py
 
 fuzz: $(DEV_ENV) ## Property tests with new examples, a thousand a test, on the CPU and on a GPU
 	@cd tests && HYPOTHESIS_PROFILE=fuzz $(call pytest,16) -o timeout=0 test_properties.py $(TEST_ARGS)
@@ -146,8 +154,8 @@ PIP = $(PY) -m pip install --quiet --no-input --disable-pip-version-check --no-c
   $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 .venv/.ready-to-run: pyproject.toml
-	@$(BASE_PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || { \
-	  echo "k3cupy needs Python 3.10 to 3.13. Name one: make $(MAKECMDGOALS) BASE_PYTHON=python3.12"; exit 1; }
+	@$(BASE_PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))' || { \
+	  echo "k3cupy needs Python 3.10 to 3.14. Name one: make $(MAKECMDGOALS) BASE_PYTHON=python3.12"; exit 1; }
 	@$(BASE_PYTHON) -m venv .venv || { \
 	  echo "Python could not create .venv. On Debian and Ubuntu: apt install python3-venv"; exit 1; }
 	@echo "Installing $(TORCH_SPEC) into .venv. The first time takes a minute or more."
@@ -162,5 +170,5 @@ PIP = $(PY) -m pip install --quiet --no-input --disable-pip-version-check --no-c
 
 .venv/.ready-to-test: .venv/.ready-to-run
 	@echo "Installing the test and lint tools."
-	@$(PIP) --editable ".[bench,dev]"
+	@$(PIP) --editable ".[bench,dev,docs]"
 	@touch $@

@@ -29,25 +29,27 @@ __global__ void __launch_bounds__(32 * (kQueryWarps + 1))
 
   // The first kThreads threads have chunks of the query part, the last warp those of the latent one.
   if (thread >= kThreads) {
-    const int first = 2 * (thread - kThreads) * kChunkBytes;
+    constexpr int kStepBytes = 32 * kChunkBytes;
+    const int first = (thread - kThreads) * kChunkBytes;
     const char* source = row + 2 * kQueryRank + first;
     Chunk gain[2];
     const auto load_gains = [&] {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        gain[i] = load_chunk_streaming<kVector>(kv_weight + first + i * kChunkBytes);
+        gain[i] = load_chunk_streaming<kVector>(kv_weight + first + i * kStepBytes);
       }
     };
     if constexpr (kWeightIsStatic) load_gains();
     wait_for_predecessor(source, kv_weight);
     release_dependents();
-    Chunk pair[2];
-    load_chunk_pair<kVector>(pair, source);
+    Chunk chunk[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) chunk[i] = load_chunk_streaming<kVector>(source + i * kStepBytes);
     if constexpr (!kWeightIsStatic) load_gains();
-    norm_latent<T, true>(pair[0], pair[1], gain, epsilon);
+    norm_latent<T, false>(chunk[0], chunk[1], gain, epsilon);
     char* target = kv + static_cast<unsigned long long>(token) * (2 * kLoraRank) + first;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) store_chunk<kVector>(target + i * kChunkBytes, pair[i]);
+    for (int i = 0; i < 2; ++i) store_chunk<kVector>(target + i * kStepBytes, chunk[i]);
     return;
   }
 

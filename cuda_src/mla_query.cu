@@ -62,6 +62,49 @@ struct QueryLayout {
   static constexpr int kWeights = kGains + 2 * kQueryRank;  // a chunk a lane, side by side
 };
 
+template <typename T>
+constexpr bool kIsHalf = false;
+template <>
+constexpr bool kIsHalf<__half> = true;
+
+// A power of two near the largest gain of a warp's columns, of which each lane brings some, and its
+// inverse. fp16 has so few exponents that weights times small gains would lose their last places;
+// divided by it they keep them. bf16 needs none.
+template <typename T>
+struct GainScale {
+  float scale = 1.0f;
+  float inverse = 1.0f;
+
+  __device__ __forceinline__ explicit GainScale(const Chunk& gains) {
+    if constexpr (kIsHalf<T>) {
+      constexpr unsigned int kExponent = 0x7f800000u;
+      float largest = 0.0f;
+      float value[kChunkElements];
+      widen<T>(gains, value);
+#pragma unroll
+      for (int i = 0; i < kChunkElements; ++i) largest = fmaxf(largest, fabsf(value[i]));
+#pragma unroll
+      for (int step = 16; step > 0; step /= 2) {
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
+      }
+      const unsigned int bits = __float_as_uint(largest) & kExponent;
+      if (bits == 0 || bits == kExponent) return;
+      scale = __uint_as_float(bits);
+      inverse = __uint_as_float((254u << 23) - bits);
+    }
+  }
+
+  // Gains divided by it.
+  __device__ __forceinline__ Chunk divide(const Chunk& gains) const {
+    if constexpr (!kIsHalf<T>) return gains;
+    float value[kChunkElements];
+    widen<T>(gains, value);
+#pragma unroll
+    for (int i = 0; i < kChunkElements; ++i) value[i] = multiply(value[i], inverse);
+    return narrow<T>(value);
+  }
+};
+
 // Values of the 16-bit type, multiplied in pairs with one rounding. Adding -0 changes no product, and
 // GPUs before sm_90 have no other instruction for it.
 __device__ __forceinline__ unsigned int multiply_pair(unsigned int a, unsigned int b,
@@ -217,6 +260,9 @@ __global__ void __launch_bounds__(32 * (kWarps + 1), kBlocksPerSm) mla_decode_qu
   if constexpr (!kWeightIsStatic) load_weights();
   wait_copies<1>();
   __syncwarp();
+  constexpr unsigned int kGainsOfWarp = kSteps * kStepChunks;
+  const GainScale<T> gain_scale(
+      *reinterpret_cast<const Chunk*>(shared + gains_of_warp + lane % kGainsOfWarp * kChunkBytes));
   // The first product, and the squares: sums of rows g and g + 8 (g = lane / 4) of a tile, for tokens
   // 2 * (lane % 4) and the next. Two chains for a few tokens, where a product would wait for the last.
   constexpr int kChains = 2 / kHalves;
@@ -260,6 +306,12 @@ __global__ void __launch_bounds__(32 * (kWarps + 1), kBlocksPerSm) mla_decode_qu
       total[i / 4][i % 4] = sum[0][j][i / 4][i % 4];
       if (kChains > 1) {
         total[i / 4][i % 4] = add(total[i / 4][i % 4], sum[kChains - 1][j][i / 4][i % 4]);
+      }
+    }
+    if constexpr (kIsHalf<T>) {
+#pragma unroll
+      for (int i = 0; i < 6; ++i) {  // not the squares
+        total[i / 4][i % 4] = multiply(total[i / 4][i % 4], gain_scale.scale);
       }
     }
     float* place =

@@ -49,7 +49,7 @@ __device__ __forceinline__ unsigned int operand_place(unsigned int row, unsigned
 
 template <typename T, int kK, int kN, bool kTransposed, bool kHasGate, bool kWeightIsStatic,
           bool kVector, int kTileM, int kTileN, int kWarps>
-__global__ void __launch_bounds__(32 * kWarps)
+__global__ void __launch_bounds__(32 * kWarps, 1)
     head_product(const char* weight, typename StrideOf<kVector>::Type weight_head_stride,
                  typename StrideOf<kVector>::Type weight_row_stride, unsigned int num_heads,
                  unsigned int num_heads_magic, unsigned int num_heads_shift,

@@ -72,8 +72,14 @@ def all_agree(errors: list[float]) -> bool:
     return all(error <= TOLERANCE for error in errors)
 
 
-def capture(work: Callable[[], Any], calls: int) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A CUDA graph of `calls` calls of `work`, and what its last call returned."""
+def capture(
+    work: Callable[[], Any], calls: int, errors: str = "global"
+) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A CUDA graph of `calls` calls of `work`, and what its last call returned.
+
+    `errors` says whose forbidden calls end the capture: those of all threads, or, as NCCL's own
+    thread makes some, those of this one alone, "thread_local".
+    """
     # Warm up on a side stream, as PyTorch asks before a capture: kernels compile and load here.
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -83,7 +89,7 @@ def capture(work: Callable[[], Any], calls: int) -> tuple[torch.cuda.CUDAGraph, 
     torch.cuda.current_stream().wait_stream(side)
 
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode=errors):
         for _ in range(calls):
             output = work()
     return graph, output

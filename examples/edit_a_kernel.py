@@ -7,28 +7,25 @@ open it as a notebook: run a cell, change a file in an editor, run the cell agai
 
 With a GPU the edited kernel runs, and its result is checked. Without one it is compiled for an
 H200 all the same, so you see what the compiler makes of your edit. (CPU tensors run a reference in
-NumPy, which an edit of the CUDA sources does not touch.)
+NumPy, which an edit of the CUDA sources does not touch, and a warning says so.)
 """
 
 # %% Imports, and one small decode step to try things with.
 from __future__ import annotations
 
-import re
 import shutil
-import subprocess
 import tempfile
 from pathlib import Path
 
 import torch
 
 import k3cupy
-from k3cupy.kernels.mla_decode import SOURCE, Variant
-from k3cupy.runtime import devices, offline, sources
+from k3cupy.kernels.mla_decode import SOURCE
+from k3cupy.runtime import sources
 
 HAS_GPU = torch.cuda.is_available()
 TOKENS, HEADS = 4, 12
 CONFIG = k3cupy.MlaDecodeConfig(split=0, block_size=288, chunks_per_thread=1)
-VARIANT = Variant("bfloat16", rope=True)
 
 torch.manual_seed(0)
 device = "cuda" if HAS_GPU else "cpu"
@@ -59,30 +56,13 @@ def call(cos_sin_cache: torch.Tensor) -> torch.Tensor:
 def describe() -> str:
     """The present sources and what the compiler makes of them. Needs NVRTC, but no GPU."""
     digest = sources.load(SOURCE).digest[:12]  # of mla_decode.cu and every file it includes
-    arch = devices.info(torch.cuda.current_device()).arch if HAS_GPU else "sm_90"
+    options = {"kv_cache": "bf16", "rope": True, "config": CONFIG}
     try:
-        code = offline.compile_cubin(SOURCE, [CONFIG.name_expression(VARIANT)], arch).code
+        (kernel,) = k3cupy.compile("mla_decode", time=False, progress=False, **options)
     except k3cupy.ToolchainError as error:
         return f"sources {digest}, not compiled: {error}"
-    return f"sources {digest}, {arch}: {registers(code)} registers a thread, {len(code)} bytes"
-
-
-def registers(code: bytes) -> str:
-    """Registers of a binary's one kernel, as `cuobjdump` reads them."""
-    tool = shutil.which("cuobjdump")
-    if tool is None:
-        from cuda.pathfinder import find_nvidia_binary_utility  # knows the wheels' folders
-
-        tool = find_nvidia_binary_utility("cuobjdump")
-    if tool is None:
-        return "(without cuobjdump: unknown)"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(code)
-        file.flush()
-        usage = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        )
-    return ", ".join(re.findall(r"REG:(\d+)", usage.stdout))
+    size = f"{kernel.registers} registers a thread, {len(kernel.code)} bytes"
+    return f"sources {digest}, {kernel.arch}: {size}"
 
 
 # %% The kernel as it comes with the package.

@@ -1,16 +1,17 @@
-"""Decode a few tokens through one Kimi-K3 MLA layer, with the fused epilogue, and check every step.
+"""Decode a few tokens through one Kimi-K3 MLA layer, in two fused forms, and check every step.
 
     python examples/mla_decode_step.py
     python examples/mla_decode_step.py --kv-cache fp8 --rope --tokens 16
 
 The weights are random and have the real sizes. A batch of sequences, each with a past of its own
-length, makes one token a step. The same step also runs through a plain PyTorch layer with a cache
-of its own, and the two outputs must agree, or the exit status is 1. On a GPU a second table says
-what the fused epilogue gains. Without a GPU the operation runs its CPU reference: the same
-numbers, no speed.
+length, makes one token a step. It runs around the fused epilogue, in fewer launches, and through a
+plain PyTorch layer, each with a cache of its own, and the outputs must agree, or the exit status is
+1. On a GPU a second table says what the fused forms gain. Without a GPU the operations run their
+CPU reference: the same numbers, no speed.
 
-`mla_layer.py`, beside this file, has the layers: read `FusedLayer.project` to see the call's
-arguments arise. `mla_prefill_decode.py` fills the cache by real prefill instead of random rows.
+`mla_layer.py`, beside this file, has the layers: read `FusedLayer.project` and
+`FewerLaunchesLayer.query_call` to see the calls' arguments arise. `mla_prefill_decode.py` fills the
+cache by real prefill instead of random rows.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from mla_layer import (
     POISON_BYTE,
     CacheFormat,
     EpilogueCall,
+    FewerLaunchesLayer,
     FusedLayer,
     PagedCache,
     PlainLayer,
@@ -89,7 +91,7 @@ def main(
     device_name: str | None,
     seed: int,
 ) -> None:
-    """Run one Kimi-K3 MLA decode layer with k3cupy's fused epilogue, and check it."""
+    """Run one Kimi-K3 MLA decode layer with k3cupy's fused operations, and check it."""
     console = Console()
     device = choose_device(device_name)
     demo = Demo.random(kv_cache, rope, tokens, steps, device, seed)
@@ -112,9 +114,10 @@ def main(
 
 @dataclass
 class Demo:
-    """Both layers with the same weights and the same past, and where each sequence stands."""
+    """All layers with the same weights and the same past, and where each sequence stands."""
 
     fused: FusedLayer
+    fewer: FewerLaunchesLayer
     plain: PlainLayer
     positions: Tensor  # [B] int64: tokens in the cache = position of the next one
     hidden: Tensor  # [B, 7168] bf16: the layer's input of the present step
@@ -141,8 +144,10 @@ class Demo:
             dense[b, :length] = stored[b, :length]
             paged.rows()[paged.slot_table[b, :length]] = stored[b, :length]
 
+        of_both = fused_epilogue, cos_sin_cache
         return cls(
-            fused=FusedLayer(weights, kv, paged, fused_epilogue, cos_sin_cache),
+            fused=FusedLayer(weights, kv, paged, *of_both),
+            fewer=FewerLaunchesLayer(weights, kv, paged.copy(), *of_both),
             plain=PlainLayer(weights, kv, dense, cos_sin_cache),
             positions=lengths,
             hidden=random_hidden(tokens, generator, device),
@@ -162,7 +167,8 @@ def fused_epilogue(**call: Any) -> Tensor:
 def run_steps(demo: Demo, steps: int, console: Console) -> list[float]:
     """Decode `steps` tokens a sequence, and print one line a step. Returns the errors."""
     table = Table(title="Decode steps, against plain PyTorch")
-    for column in ("step", "context", "worst relative error", "epilogue by", "bytes moved"):
+    table.add_column("step", justify="right")
+    for column in ("context", "relative error", "in fewer launches", "by", "bytes moved"):
         table.add_column(column, justify="right")
     errors = []
     reasons = []
@@ -177,20 +183,26 @@ def run_steps(demo: Demo, steps: int, console: Console) -> list[float]:
         mqa_q = fused_epilogue(**call)
         output = demo.fused.attend(mqa_q, demo.positions)
 
+        # The same in fewer launches: one operation makes mqa_q of what the first projection gives.
+        front = demo.fewer.query_call(demo.hidden, demo.positions)
+        query = k3cupy.explain_mla_decode_query(**front)
+        output_of_fewer = demo.fewer(demo.hidden, demo.positions)
+
         expected = demo.plain(demo.hidden, demo.positions)
-        errors.append(relative_error(output, expected))
-        reasons.append(str(choice))
+        found = [relative_error(each, expected) for each in (output, output_of_fewer)]
+        errors += found
+        reasons += [f"Why this epilogue: {choice}", f"Why this query front: {query}"]
         lengths = (demo.positions + 1).tolist()
         table.add_row(
             str(step),
             f"{min(lengths)} to {max(lengths)}",
-            show_error(errors[-1]),
+            *map(show_error, found),
             choice.runs_on,
             f"{bytes_moved(call, mqa_q) / 1024:.1f} KiB",
         )
     console.print(table)
     for reason in dict.fromkeys(reasons):
-        console.print(f"Why this epilogue: {reason}", markup=False, highlight=False)
+        console.print(reason, markup=False, highlight=False)
     return errors
 
 
@@ -206,7 +218,7 @@ def bytes_moved(call: EpilogueCall, mqa_q: Tensor) -> int:
 
 
 def time_on_gpu(demo: Demo, console: Console) -> list[float]:
-    """Time the last step again with both epilogues, and print the table. Returns the errors.
+    """Time the last step again in all forms, and print the table. Returns the errors.
 
     Writing the same token to the same slot twice changes nothing, so a step may be repeated.
     """
@@ -214,10 +226,9 @@ def time_on_gpu(demo: Demo, console: Console) -> list[float]:
     plain = FusedLayer(fused.weights, fused.kv, fused.cache, plain_epilogue, fused.cos_sin_cache)
     expected = demo.plain(demo.hidden, demo.positions)
     call = fused.project(demo.hidden, demo.positions)
-    cache_bytes = fused.cache.rows().view(torch.uint8)
-
     layer_us, errors = [], []
-    for layer in (plain, fused):
+    for layer in (plain, fused, demo.fewer):
+        cache_bytes = layer.cache.rows().view(torch.uint8)
         graph, output = capture(partial(layer, demo.hidden, demo.positions), calls=20)
         layer_us.append(median_us(graph, calls=20))
         # A fast wrong answer is no answer: wipe the step's rows, and a replay must restore them.
@@ -231,13 +242,13 @@ def time_on_gpu(demo: Demo, console: Console) -> list[float]:
         epilogue_us.append(median_us(graph, calls=200))
 
     table = Table(title=f"Time a step, median of {REPLAYS} CUDA graph replays")
-    for column in ("what", "plain epilogue", "fused epilogue", "speed-up"):
+    for column in ("what", "plain epilogue", "fused epilogue", "fewer launches", "speed-up"):
         table.add_column(column, justify="left" if column == "what" else "right")
-    for what, (before, after) in (
-        ("the whole layer", layer_us),
-        ("the epilogue alone", epilogue_us),
-    ):
-        table.add_row(what, f"{before:.2f} us", f"{after:.2f} us", f"{before / after:.2f} x")
+    rows = {"the whole layer": layer_us, "the epilogue alone": epilogue_us}
+    for what, (before, *after) in rows.items():
+        times = [f"{us:.2f} us" for us in (before, *after)]
+        speed_up = f"{before / after[-1]:.2f} x"
+        table.add_row(what, *times, *["-"] * (2 - len(after)), speed_up)
     console.print(table)
     console.print(f"Errors of the replayed layers: {', '.join(map(show_error, errors))}")
     return errors

@@ -1,4 +1,4 @@
-"""One Kimi-K3 MLA decode layer, twice: around the fused epilogue, and in plain PyTorch.
+"""One Kimi-K3 MLA decode layer: around the fused epilogue, in fewer launches, and in plain PyTorch.
 
 MLA ("multi-head latent attention") keeps one short row per past token in its cache: 512 numbers
 of latent keys-and-values, and 64 numbers of positional key. All heads read that same row. A decode
@@ -9,21 +9,25 @@ step projects the new token, puts its query and its row in place, and attends ov
            --attention over the cache--> latent --W_UV, o_proj--> output
 
 The epilogue (join the two query parts, join the two key parts, rotate, quantise, write to the
-cache) is what k3cupy does in one kernel. Shapes: B tokens (one a sequence), H heads.
+cache) is what k3cupy does in one kernel. It has one too for all from the norms to mqa_q and the new
+row, and one for W_UV. Shapes: B tokens (one a sequence), H heads.
 
-This file holds the widths, the weights, the cache formats, the plain epilogue and the two layers,
+This file holds the widths, the weights, the cache formats, the plain epilogue and the three layers,
 in that order. `mla_decode_step.py` runs them.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+import k3cupy
 
 # The widths of Kimi-K3. With tensor parallelism over 8 GPUs, a GPU has 12 of the 96 heads.
 HIDDEN_SIZE = 7168
@@ -48,6 +52,7 @@ DS_MLA_ROW_BYTES = KV_LORA_RANK + 4 * DS_MLA_TILES + 2 * ROPE_DIM
 POISON_BYTE = 0xFF  # NaN in bf16, fp32 and fp8 alike
 
 Epilogue = Callable[..., Tensor]
+Linear = Callable[[Tensor, Tensor], Tensor]
 EpilogueCall = dict[str, Any]
 
 
@@ -64,7 +69,9 @@ class Weights:
     o_proj: Tensor  # [7168, H * 128]
 
     @classmethod
-    def random(cls, generator: torch.Generator, device: torch.device) -> Weights:
+    def random(
+        cls, generator: torch.Generator, device: torch.device, heads: int = NUM_HEADS
+    ) -> Weights:
         def normal(*shape: int, fan_in: int) -> Tensor:
             values = torch.randn(shape, generator=generator) * fan_in**-0.5
             return values.to(device, torch.bfloat16)
@@ -73,7 +80,6 @@ class Weights:
             values = 1.0 + 0.1 * torch.randn(width, generator=generator)
             return values.to(device, torch.bfloat16)
 
-        heads = NUM_HEADS
         return cls(
             qkv_a=normal(QKV_A_WIDTH, HIDDEN_SIZE, fan_in=HIDDEN_SIZE),
             q_a_norm=norm_weight(Q_LORA_RANK),
@@ -82,6 +88,20 @@ class Weights:
             w_uk=normal(heads, NOPE_DIM, KV_LORA_RANK, fan_in=KV_LORA_RANK),
             w_uv=normal(heads, KV_LORA_RANK, VALUE_DIM, fan_in=KV_LORA_RANK),
             o_proj=normal(HIDDEN_SIZE, heads * VALUE_DIM, fan_in=heads * VALUE_DIM),
+        )
+
+    def shard(self, rank: int, ranks: int) -> Weights:
+        """One rank's part under tensor parallelism: its heads of everything that has heads.
+
+        q_b, W_UK and W_UV (kv_b, absorbed) are split by columns of their products, o_proj by rows:
+        the sum of all ranks' outputs is the layer's. What has no heads, each rank has whole.
+        """
+        return replace(
+            self,
+            q_b=self.q_b.chunk(ranks)[rank].contiguous(),
+            w_uk=self.w_uk.chunk(ranks)[rank].contiguous(),
+            w_uv=self.w_uv.chunk(ranks)[rank].contiguous(),
+            o_proj=self.o_proj.chunk(ranks, dim=1)[rank].contiguous(),
         )
 
 
@@ -228,6 +248,12 @@ class PagedCache:
             self.block_table[:, self.offsets // BLOCK_SIZE] * BLOCK_SIZE + self.offsets % BLOCK_SIZE
         )
 
+    def copy(self) -> PagedCache:
+        """The same rows at the same places, in memory of its own."""
+        copied = copy.copy(self)
+        copied.blocks = self.blocks.clone()
+        return copied
+
     def rows(self) -> Tensor:
         """The whole cache as a list of rows, [number of slots, row width]: a view, not a copy."""
         return self.blocks.view(-1, self.blocks.shape[-1])
@@ -247,11 +273,13 @@ class FusedLayer:
         cache: PagedCache,
         epilogue: Epilogue,
         cos_sin_cache: Tensor | None,
+        linear: Linear = F.linear,
     ) -> None:
         self.weights = weights
         self.kv = kv
         self.cache = cache
         self.epilogue = epilogue
+        self.linear = linear
         self.cos_sin_cache = cos_sin_cache
 
     def __call__(self, hidden: Tensor, positions: Tensor) -> Tensor:
@@ -264,7 +292,7 @@ class FusedLayer:
         w = self.weights
 
         # One GEMM makes all three low-rank parts, side by side in a buffer 2112 wide.
-        qkv = F.linear(hidden, w.qkv_a)
+        qkv = self.linear(hidden, w.qkv_a)
         q_a, kv_c, k_pe = qkv.split([Q_LORA_RANK, KV_LORA_RANK, ROPE_DIM], dim=-1)
 
         # Two RMS norms. The query's is written back in place, so q_a stays a slice of the wide
@@ -276,7 +304,7 @@ class FusedLayer:
         slot_mapping = self.cache.slot_table.gather(1, positions[:, None]).squeeze(1)
 
         # q_b reads the strided slice and makes every head's query, [B, H, 128 | 64].
-        q = F.linear(q_a, w.q_b).unflatten(-1, (NUM_HEADS, NOPE_DIM + ROPE_DIM))
+        q = self.linear(q_a, w.q_b).unflatten(-1, (-1, NOPE_DIM + ROPE_DIM))
         q_nope, q_pe = q.split([NOPE_DIM, ROPE_DIM], dim=-1)
 
         # The absorbed key projection: a batched matmul over heads gives [H, B, 512], and the
@@ -301,7 +329,11 @@ class FusedLayer:
 
     def attend(self, mqa_q: Tensor, positions: Tensor) -> Tensor:
         """Attention over the paged cache, value up-projection, output projection."""
-        w = self.weights
+        latent = self.latent(mqa_q, positions)
+        return self.linear(self.values(latent), self.weights.o_proj)
+
+    def latent(self, mqa_q: Tensor, positions: Tensor) -> Tensor:
+        """Attention over the paged cache, [B, H, 512]."""
 
         # Gather every sequence's rows, and blank those past its end: they hold anything.
         rows = self.kv.decode(self.cache.rows()[self.cache.slot_table])
@@ -311,11 +343,46 @@ class FusedLayer:
         # All heads share the rows: keys are the 576 numbers, values the first 512 of them.
         scores = torch.bmm(self.kv.decode_query(mqa_q), rows.transpose(1, 2)) * SOFTMAX_SCALE
         weights = scores.masked_fill(past_end[:, None, :], -torch.inf).softmax(dim=-1)
-        latent = torch.bmm(weights, rows[..., :KV_LORA_RANK]).to(torch.bfloat16)
+        return torch.bmm(weights, rows[..., :KV_LORA_RANK]).to(torch.bfloat16)
 
-        # Latent to values, head by head, then back to the model's width.
-        values = torch.bmm(latent.transpose(0, 1), w.w_uv).transpose(0, 1)
-        return F.linear(values.flatten(1), w.o_proj)
+    def values(self, latent: Tensor) -> Tensor:
+        """Latent to values, head by head, side by side: [B, H * 128]."""
+        return torch.bmm(latent.transpose(0, 1), self.weights.w_uv).transpose(0, 1).flatten(1)
+
+
+class FewerLaunchesLayer(FusedLayer):
+    """The same layer with what stands around attention in one launch each.
+
+    From the norms to mqa_q and the cache row it is one operation, which reads the first projection
+    as it is; values are one more. Where one launch cannot be, they run separate kernels and say so.
+    """
+
+    def __call__(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        mqa_q = k3cupy.fused_mla_decode_query(**self.query_call(hidden, positions))
+        return self.attend(mqa_q, positions)
+
+    def query_call(self, hidden: Tensor, positions: Tensor) -> EpilogueCall:
+        """The first projection. Returns the arguments of the query front's call."""
+        w = self.weights
+        call: EpilogueCall = {
+            "qkv_a": self.linear(hidden, w.qkv_a),
+            "q_norm_weight": w.q_a_norm,
+            "kv_norm_weight": w.kv_c_norm,
+            "w_q_b": w.q_b,
+            "w_uk": w.w_uk,
+            "kv_cache": self.cache.blocks,
+            "slot_mapping": self.cache.slot_table.gather(1, positions[:, None]).squeeze(1),
+            "eps": NORM_EPS,
+            # True because no step writes weights: they are on their way before qkv_a is done.
+            "weight_is_static": True,
+            **self.kv.epilogue_options(),
+        }
+        if self.cos_sin_cache is not None:
+            call |= {"positions": positions, "cos_sin_cache": self.cos_sin_cache}
+        return call
+
+    def values(self, latent: Tensor) -> Tensor:
+        return k3cupy.fused_mla_decode_value(latent, self.weights.w_uv, weight_is_static=True)
 
 
 class PlainLayer:

@@ -15,6 +15,7 @@ __all__ = [
     "CaptureError",
     "Choice",
     "CompileError",
+    "CompileReport",
     "DispatchReport",
     "FusedAGemmConfig",
     "LinearReport",
@@ -27,6 +28,7 @@ __all__ = [
     "SkinnyGemmConfig",
     "ToolchainError",
     "batch_invariant_mode",
+    "compile",
     "config_info",
     "disable_low_latency_gemm",
     "dispatch_report",
@@ -68,6 +70,7 @@ _HOMES = {
     "CaptureError": "k3cupy.runtime.errors",
     "Choice": "k3cupy.call.choice",
     "CompileError": "k3cupy.runtime.errors",
+    "CompileReport": "k3cupy.compiling",
     "DispatchReport": "k3cupy.ops.dispatch_report",
     "FusedAGemmConfig": "k3cupy.kernels.fused_a_gemm",
     "LinearReport": "k3cupy.torch.linear_report",
@@ -80,6 +83,7 @@ _HOMES = {
     "SkinnyGemmConfig": "k3cupy.kernels.skinny_gemm",
     "ToolchainError": "k3cupy.runtime.errors",
     "batch_invariant_mode": "k3cupy.ops.batch_invariance",
+    "compile": "k3cupy.compiling",
     "config_info": "k3cupy.runtime.config",
     "disable_low_latency_gemm": "k3cupy.torch.modules",
     "dispatch_report": "k3cupy.ops.dispatch_report",
@@ -107,7 +111,7 @@ _HOMES = {
     "low_latency_linear": "k3cupy.ops.linear",
     "prepare": "k3cupy.ops.prepare",
     "reset_dispatch_report": "k3cupy.ops.dispatch_report",
-    "select_backend": "k3cupy.ops.linear",
+    "select_backend": "k3cupy.ops.select_backend",
     "set_batch_invariant": "k3cupy.ops.batch_invariance",
     "show_config": "k3cupy.runtime.config",
     "skinny_gemm": "k3cupy.ops.skinny_gemm",
@@ -120,6 +124,7 @@ _HOMES = {
 
 if TYPE_CHECKING:
     from k3cupy.call.choice import Choice
+    from k3cupy.compiling import CompileReport, compile
     from k3cupy.kernels.fused_a_gemm import FusedAGemmConfig
     from k3cupy.kernels.mla_decode import MlaDecodeConfig
     from k3cupy.kernels.mla_norm import MlaNormConfig
@@ -137,7 +142,6 @@ if TYPE_CHECKING:
     from k3cupy.ops.linear import (
         explain_low_latency_gemm,
         low_latency_linear,
-        select_backend,
         try_low_latency_gemm,
     )
     from k3cupy.ops.mla_decode import explain_mla_decode, fused_mla_decode_q_concat_kv_cache_insert
@@ -153,6 +157,7 @@ if TYPE_CHECKING:
     from k3cupy.ops.mla_query import explain_mla_decode_query, fused_mla_decode_query
     from k3cupy.ops.mla_value import explain_mla_decode_value, fused_mla_decode_value
     from k3cupy.ops.prepare import PreparedCall, prepare
+    from k3cupy.ops.select_backend import select_backend
     from k3cupy.ops.skinny_gemm import explain_skinny_gemm, skinny_gemm
     from k3cupy.ops.warmup import warmup
     from k3cupy.runtime.config import config_info, show_config

@@ -7,6 +7,7 @@ import gc
 import importlib
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -88,10 +89,20 @@ def pytest_testnodedown(node: Any) -> None:
     LEFT_OUT.update(output.get("left_out", ()))
 
 
+_PYTEST_BEGAN = time.time()
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Say how many cases were generated, and how many tests were left out."""
+    """Say what was left out, how many cases were generated, and how long `make test` took."""
     if LEFT_OUT:
         terminalreporter.write_line(f"{len(LEFT_OUT):,} tests need a GPU and were left out")
+    if "TEST_BEGAN" in os.environ:
+        began = float(os.environ["TEST_BEGAN"])
+        total, before = time.time() - began, _PYTEST_BEGAN - began
+        terminalreporter.write_line(
+            f"make test took {total / 60:.1f} minutes, {before / 60:.1f} of them before the tests: "
+            "environment, style, types"
+        )
     for device in dict.fromkeys(device for _, device in CASES):
         counts = {what: count for (what, where), count in CASES.items() if where == device}
         told = ", ".join(f"{count:,} {what}" for what, count in counts.items())

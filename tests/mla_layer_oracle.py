@@ -67,10 +67,10 @@ def query(args: dict[str, Any], out_dtype: torch.dtype, *, in_steps: bool) -> to
     return oracle.rounded(whole, out_dtype) if in_steps else whole
 
 
-AN_ELEMENT, A_ROW, ALL, SPREAD = 8.0, 1.4, 1.01, 0.3
-"""By how much an error may pass that of the steps. Both are sums of independent roundings: that of a
-row is off by some 6%, that of R rows by 6% over the root of R. An element's is counted in averages
-of its row, beside its own rounding."""
+AN_ELEMENT, A_ROW, ALL, SPREAD = 8.0, 1.4, 1.01, 0.45
+"""By how much an error may pass that of the steps. Both are sums of independent roundings: a row's
+is off by some 6%, that of R rows by 6% over the root of R, or of the heads alone where tokens are
+alike. An element's is counted in averages of its row, beside its own rounding."""
 
 _ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-10, oracle.E4M3: 2**-4}
 

@@ -13,6 +13,7 @@ import torch
 from array_helpers import cupy_of, numpy_of
 from helpers import BF16, E4M3, FP16, every_other, guarded, padded
 from mla_helpers import FORMS, Form
+from mla_layer_helpers import LAYER_FORMS, QUERY, VALUE, LayerForm
 from strategies import DSV3_OP, FUSED_A_OP, LINEAR_OPS
 
 import k3cupy
@@ -210,7 +211,7 @@ def of_mla(form_name: str) -> tuple[Spoil, ...]:
     return tuple(_of_mla(FORMS[form_name]))
 
 
-def outs_of(form: Form) -> tuple[str, ...]:
+def outs_of(form: Form | LayerForm) -> tuple[str, ...]:
     """What messages call the outputs."""
     several = len(form.outputs) > 1
     return tuple(f"out[{i}]" for i in range(len(form.outputs))) if several else ("out",)
@@ -255,7 +256,50 @@ def _of_mla(form: Form) -> Iterator[Spoil]:
         yield put("q_scale_inv", 1.5)
 
 
-def _of_places(form: Form) -> Iterator[Spoil]:
+@functools.cache
+def of_layer(form_name: str) -> tuple[Spoil, ...]:
+    """Of an operation around the epilogue."""
+    return tuple(_of_layer(LAYER_FORMS[form_name]))
+
+
+def _of_layer(form: LayerForm) -> Iterator[Spoil]:
+    first, outs = form.inputs[0], outs_of(form)
+    anyone = (*form.inputs, *outs)
+    for name in (*form.inputs, *outs):
+        yield from of_a_tensor(name)
+        fp8 = name == "out" and "fp8" in form.name
+        yield from of_types(name, *_NO_VALUES, *(() if fp8 else _BYTES))
+        least = 2112 if name == "qkv_a" else None
+        narrow = lambda t, least=least: t[..., : (least or t.shape[-1]) - 1]  # noqa: E731
+        yield change(name, "is narrow", narrow, *anyone)
+        yield change(name, "has an inner stride", every_other)
+        yield change(name, "is flat", lambda t: t.flatten(), when=lambda t: t.ndim > 1)
+        if name not in ("qkv_a", "kv_cache"):
+            yield change(name, "is wide", lambda t: padded(t, 8), *anyone)
+            yield change(name, "is short", lambda t: t[:-1], *anyone)
+        if name != first and not fp8:
+            yield of_half(name, first)
+    for name in outs:
+        others = tuple(other for other in (*form.tensors, *outs) if other != name)
+        yield from of_what_is_written(name, *others)
+        yield change(name, "has rows apart", lambda t: padded(t, 8)[..., : t.shape[-1]])
+    yield from of_flags("pdl", "weight_is_static")
+    for junk in (5, "fast", 1.0, _SKINNY_CONFIG):
+        yield put("config", junk, error=TypeError)
+    if form.kind != VALUE:
+        for junk in ("text", None, True, 1j):
+            yield put("eps", junk, error=TypeError)
+        for number in (math.nan, math.inf, -1e-6, -1, 1e39, 10**400):
+            yield put("eps", number)
+    if form.kind == QUERY:
+        yield from of_flags("ds_mla")
+        yield from _of_places(form)
+        yield change("w_q_b", "has rows apart", lambda t: padded(t, 8)[:, : t.shape[1]])
+        for name in form.scales:
+            yield from _of_a_scale(name, form)
+
+
+def _of_places(form: Form | LayerForm) -> Iterator[Spoil]:
     """The cache, its slots, and RoPE."""
     yield from of_a_tensor("kv_cache")
     yield from of_types("kv_cache", torch.float32, torch.int16, torch.int8, torch.float8_e5m2)
@@ -287,14 +331,14 @@ def _of_places(form: Form) -> Iterator[Spoil]:
         yield change(name, "is left out", lambda _: None)
 
 
-def _of_a_scale(name: str, form: Form) -> Iterator[Spoil]:
+def _of_a_scale(name: str, form: Form | LayerForm) -> Iterator[Spoil]:
     for value in _NO_SCALES:
         yield put(name, value)
     yield from of_a_tensor(name, axes=False)
     yield from of_types(name, torch.float64, BF16, torch.int32)
     yield change(name, "is two", lambda t: t.reshape(1).repeat(2))
     yield change(name, "is empty", lambda t: t.reshape(1)[:0])
-    if form.kind != "decode":
+    if form.kind not in ("decode", QUERY):
         yield put(name, None, error=TypeError)
     elif name == "cache_scale_inv":
         yield put(name, None)

@@ -17,6 +17,7 @@ from gemm_helpers import FUSED_A, SKINNY
 from helpers import BF16, E4M3, FP16, Guarded, guarded, moved
 from hypothesis import strategies as st
 from mla_helpers import INPUTS, ROPE, Form, MlaCall, width_of
+from mla_layer_helpers import LayerForm
 
 import k3cupy
 
@@ -168,7 +169,7 @@ PDL = st.sampled_from((None, None, False, True))
 class MlaCase:
     """A call, what it asks for beside its tensors, and where its outputs go."""
 
-    form: Form
+    form: Form | LayerForm
     call: MlaCall
     options: dict[str, Any]
     out_shift: int | None
@@ -178,7 +179,7 @@ class MlaCase:
         """The same case on a device."""
         args = {name: placed(value, device) for name, value in self.call.args.items()}
         boxes = {name: placed(box, device) for name, box in self.call.boxes.items()}
-        return replace(self, call=MlaCall(self.call.kind, args).boxed(**boxes))
+        return replace(self, call=replace(self.call, args=args, boxes={}).boxed(**boxes))
 
 
 @st.composite

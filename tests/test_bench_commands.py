@@ -22,17 +22,20 @@ from k3cupy.choose.table import (
 )
 from k3cupy.cli import main
 from k3cupy.kernels import mla_decode
+from k3cupy.kernels.fused_a_gemm import FusedAGemmConfig
 from k3cupy.kernels.mla_prefill import OPS
+from k3cupy.kernels.skinny_gemm import SkinnyGemmConfig
 from k3cupy.runtime import launch
 from k3cupy.runtime.errors import CompileError
 from k3cupy.timing import environment
 from k3cupy.timing.decode_step import DecodeStep
+from k3cupy.tuning.entries import Candidate
 from k3cupy.tuning.targets import TOKENS
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch finds a GPU")
 @pytest.mark.parametrize(
-    "which", ["decode", "prefill", "gemm", "linear", "window", "host", "start"]
+    "which", ["decode", "prefill", "gemm", "linear", "window", "step", "host", "start"]
 )
 def test_bench_without_a_gpu_is_one_clear_line(which: str) -> None:
     done = CliRunner().invoke(main, ["bench", which])
@@ -209,6 +212,10 @@ def test_a_small_host_run_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ("options", "told"),
     [
         ("window mla-side", "'mla-side' is not one of 'mla-front', 'kda-front'"),
+        ("window --qkv-a skinny/1/2", "skinny has no configuration '1/2'"),
+        ("window --qkv-a cublas", "there is no kernel 'cublas'"),
+        ("step mla", "'mla' is not one of 'norm', '16bit+same'"),
+        ("step --heads 0", "0 is not in the range x>=1"),
         ("decode --kind fp4", "'fp4' is none of 16bit+same"),
         ("prefill --op kv", "'kv' is none of key_concat_kv_cache_insert"),
         ("prefill --tokens 0", "0 is not in the range x>=1"),
@@ -240,7 +247,7 @@ def test_bench_plots_the_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert path.read_bytes()[:4] == b"\x89PNG"
 
 
-WINDOW = {
+WINDOW: dict[str, Any] = {
     "kind": "mla-front",
     "tokens": 4,
     "bytes": 38_900_000,
@@ -251,17 +258,38 @@ WINDOW = {
     },
     "ran": {"ours": {"qkv_a 2112x7168": "skinny 4/2", "q_b 2304x1536": "fused_a 8/48"}},
 }
+FEWER = {
+    **WINDOW,
+    "tokens": 16,
+    "added_us": {
+        **WINDOW["added_us"],
+        "fewer": {"consumer": 0.75, "qkv_a 2112x7168": 8.0, "query": 2.25},
+    },
+    "ran": {**WINDOW["ran"], "fewer": {"qkv_a 2112x7168": "fused_a 8/3", "query": "mla_query 8"}},
+}
+"""With the column of fewer launches, which documents of before it do not have."""
 
 
 def window_document() -> dict[str, Any]:
-    return {**document(WINDOW, {**WINDOW, "tokens": 16}), "benchmark": "window"}
+    return {**document(WINDOW, FEWER), "benchmark": "window"}
 
 
 @pytest.mark.parametrize(
     ("options", "asked"),
     [
-        ("", (("mla-front", "kda-front", "mla-back", "moe-front"), (1, 2, 4, 8, 16, 64))),
-        ("moe-front mla-back --tokens 4", (("moe-front", "mla-back"), (4,))),
+        ("", (("mla-front", "kda-front", "mla-back", "moe-front"), (1, 2, 4, 8, 16, 64), None)),
+        ("moe-front mla-back --tokens 4", (("moe-front", "mla-back"), (4,), None)),
+        (
+            "mla-front --tokens 1 --qkv-a skinny/1/320/8/1/8 --qkv-a fused_a/8/16/512/4/4/8/1/1/2",
+            (
+                ("mla-front",),
+                (1,),
+                (
+                    Candidate("skinny", SkinnyGemmConfig(1, 320, 8, 1, 8)),
+                    Candidate("fused_a", FusedAGemmConfig(8, 16, 512, 4, 4, 8, 1, 1, 2)),
+                ),
+            ),
+        ),
     ],
 )
 def test_bench_measures_and_draws_the_windows_asked_for(
@@ -286,8 +314,11 @@ def test_bench_measures_and_draws_the_windows_asked_for(
 def test_a_window_stands_on_the_page_with_its_ratios() -> None:
     ratios = "0.776 | 0.945 | 0.929 | 1.24"
     ran = "qkv_a: skinny 4/2, q_b: fused_a 8/48"
-    line = f"| mla-front | 4 | 38.9 | 10.50 | 16.75 | 13.75 | 14.00 | 13.00 | {ratios} | {ran} |"
-    assert line in report.markdown(window_document())
+    begin = "38.9 | 10.50 | 16.75 | 13.75 | 14.00 | 13.00"
+    text = report.markdown(window_document())
+    assert f"| mla-front | 4 | {begin} | {ratios} | - | - | - | {ran} |" in text
+    fewer = f"11.00 | 0.800 | 0.846 | {ran}; fewer launches: qkv_a: fused_a 8/3, query: mla_query 8"
+    assert f"| mla-front | 16 | {begin} | {ratios} | {fewer} |" in text
     report.print_table(window_document())
 
 

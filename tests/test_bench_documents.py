@@ -29,7 +29,7 @@ def entry_of(which: str) -> Any:
     made |= {"plan": "fused_a", "ran": {"ours": {"q_b 2304x1536": "skinny 1/2"}}}
     made["added_us"] = {
         column: {"consumer": 0.75, "q_b 2304x1536": 3.5}
-        for column in ("cublas", "public", "plan", "ours")
+        for column in ("cublas", "public", "plan", "ours", "fewer")
     }
     made |= {"scenario": "chain", "pdl": True, "rope": False, "bytes": 1000, "reason": "measured"}
     made |= {"public_us": {"1": 2.0, "3": 3.0}, "dispatched": "skinny 1/2", "candidates": {}}
@@ -37,6 +37,12 @@ def entry_of(which: str) -> Any:
     made |= {"processes": 8, "kernels": 296, "compiled": 296, "files": 297}
     if which == "prefill":
         made["public_us"] = 2.0
+    if which == "step":
+        made |= {
+            "ran": "mla_query 8/0/1",
+            "errors": {"ours": 3e-3, "separate": 4e-3},
+            "beside_us": {"separate": 2.0},
+        }
     if which in CONFIG:
         made["candidates"] = [{**config, "us": 2.0 + i} for i, config in enumerate(CONFIG[which])]
         made["dispatched"] = CONFIG[which][0]
@@ -74,6 +80,7 @@ def test_a_run_becomes_a_document_that_can_be_shown(
     text = report.markdown(made)
     units = {
         "window": "Microseconds a layer",
+        "step": "Microseconds added to the chain",
         "host": "The host's microseconds a call",
         "start": "Seconds until all kernels are loaded; first calls in milliseconds",
     }

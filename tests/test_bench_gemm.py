@@ -17,7 +17,7 @@ from tune_helpers import run as tune_with
 
 from k3cupy.bench import floor, forms, report
 from k3cupy.choose.gemm import candidates
-from k3cupy.choose.table import GEMM, entry_of, parts_of, table_text
+from k3cupy.choose.table import FAMILIES, GEMM, entry_of, parts_of, table_text
 from k3cupy.cli import main
 from k3cupy.kernels.fused_a_gemm import FusedAGemmConfig
 from k3cupy.runtime.devices import DeviceInfo
@@ -84,6 +84,30 @@ def test_a_gemm_plot_is_drawn(tmp_path: Path) -> None:
     path = tmp_path / "folder/gemm.png"
     plot_gemm(gemm_document(gemm_entry(tokens=1), gemm_entry(tokens=64)), path)
     assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks/results"
+
+
+@pytest.mark.parametrize("name", ["decode", "gemm", "linear", "prefill", "window"])
+def test_committed_results_are_drawn(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "folder/picture.svg"
+    done = CliRunner().invoke(
+        main, ["bench", "plot", str(RESULTS / f"{name}_h200_chain.json"), str(path)]
+    )
+    assert done.exit_code == 0, done.output
+    assert "NVIDIA H200" in path.read_text(encoding="utf-8")
+
+
+def test_what_cannot_be_drawn_is_told(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = str(tmp_path / "x.png")
+    done = CliRunner().invoke(main, ["bench", "plot", str(RESULTS / "start_h200.json"), picture])
+    assert "RESULT: expected results of decode, gemm, linear, prefill, window" in done.output
+    window = str(RESULTS / "window_h200_chain.json")
+    done = CliRunner().invoke(main, ["bench", "plot", window, picture, "--kind", "mla"])
+    assert "--kind: expected some of mla-front, kda-front" in done.output
 
 
 def test_a_plot_without_matplotlib_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,7 +379,7 @@ def test_what_makes_no_table_is_one_clear_line(exports: list[Path], tmp_path: Pa
     assert not list(tmp_path.glob("*/*.json"))
 
 
-@pytest.mark.parametrize("family", ["gemm", "mla_decode", "mla_prefill"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_shipped_table_is_what_the_committed_runs_give(family: str, tmp_path: Path) -> None:
     runs = sorted((ROOT / "benchmarks/results").glob(f"tune_{family}_h200_*.json"))
     if not runs:

@@ -8,16 +8,32 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_device import STREAM, FakeDevice
+from bench_helpers import Small, on_no_gpu, timed_as
+from fake_device import H200, STREAM, FakeDevice
 from helpers import BF16
 
 from k3cupy.bench import layers, public, window
-from k3cupy.bench.layers import COLUMNS, CUBLAS, OURS, PLAN, STRUCTURE, WINDOWS, Step, Window
+from k3cupy.bench import step as steps_of_attention
+from k3cupy.bench.layers import (
+    COLUMNS,
+    CUBLAS,
+    FEWER,
+    OURS,
+    PLAN,
+    STRUCTURE,
+    WINDOWS,
+    WITH_FEWER,
+    Step,
+    Weights,
+    Window,
+)
 from k3cupy.call.choice import PUBLIC
 from k3cupy.cli import bench
+from k3cupy.kernels.fused_a_gemm import FusedAGemmConfig
 from k3cupy.kernels.skinny_gemm import SkinnyGemmConfig
+from k3cupy.runtime import instances
 from k3cupy.timing import cold
-from k3cupy.tuning.entries import LINEAR
+from k3cupy.tuning.entries import LINEAR, Candidate
 
 # --- What vLLM runs ------------------------------------------------------------------------------
 
@@ -59,11 +75,11 @@ def test_every_kernel_of_the_plan_can_run_here() -> None:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+def device(fake_device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     stream = type("Stream", (), {"cuda_stream": STREAM})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    return FakeDevice(monkeypatch)
+    return fake_device
 
 
 @pytest.mark.parametrize(
@@ -93,22 +109,22 @@ def test_the_comparison_kernel_is_launched_as_the_public_one(
 
 
 BETWEEN = {
-    "mla-front": ("norms", "bmm W_UK", "epilogue"),
+    "mla-front": ("norms", "W_UK", "epilogue"),
     "kda-front": (),
-    "mla-back": ("bmm W_UV", "gate"),
+    "mla-back": ("W_UV", "gate"),
     "moe-front": ("norm", "SiTU"),
 }
 """Window -> the kernels that are no products; the epilogue is one of two."""
 
 
 @pytest.mark.parametrize("kind", WINDOWS)
-def test_columns_differ_in_products_and_epilogue_alone(kind: str, device: FakeDevice) -> None:
+def test_columns_differ_in_products_and_ours_around_them(kind: str, device: FakeDevice) -> None:
     made = WINDOWS[kind](4, "cpu")
     weights = {name: torch.empty(shape, dtype=BF16) for name, shape in made.shapes.items()}
     launched: dict[str, list[Any]] = {}
     names: dict[str, list[str]] = {}
     for column in COLUMNS:
-        steps = made.steps(column)
+        steps = made.steps(column, None)
         names[column] = [step.name for step in steps]
         launched[column] = []
         for step in steps:
@@ -119,15 +135,105 @@ def test_columns_differ_in_products_and_epilogue_alone(kind: str, device: FakeDe
                 found = [(r.instance.name_expression, r.grid, r.arguments) for r in device.records]
                 launched[column].append(found)
     assert names[CUBLAS] == names[STRUCTURE] == names[PLAN] == names[OURS]
-    assert launched[CUBLAS] == launched[STRUCTURE] == launched[PLAN] == launched[OURS]
+    assert launched[CUBLAS] == launched[STRUCTURE] == launched[PLAN]
+    if kind == "mla-front":
+        (norms,), (absorbed,) = launched[OURS]
+        assert "q_kv_rms_norms<" in norms[0] and "head_product<" in absorbed[0]
+    else:
+        assert launched[OURS] == launched[CUBLAS]
     assert len(made.shapes) + len(BETWEEN[kind]) == len(names[OURS]) + sum(
-        name.startswith("bmm") for name in names[OURS]
+        name.startswith("W_") for name in names[OURS]
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens", "name", "kernel"),
+    [
+        ("mla-front", 4, "query", "mla_decode_query<"),
+        ("mla-front", 16, "query", "mla_decode_query<"),
+        ("mla-back", 64, "value", "head_product<"),
+    ],
+)
+def test_around_attention_ours_are_also_in_fewer_launches(
+    kind: str, tokens: int, name: str, kernel: str, device: FakeDevice
+) -> None:
+    made = WINDOWS[kind](tokens, "cpu")
+    assert made.columns == WITH_FEWER
+    weights = {name: torch.empty(shape, dtype=BF16) for name, shape in made.shapes.items()}
+    ran = {}
+    for step in made.steps(FEWER, None):
+        device.records.clear()
+        step.run(weights)
+        (record,) = device.records
+        assert record.pdl
+        ran[step.name.split()[0]] = record.instance.name_expression
+    assert set(ran) == {name, {"query": "qkv_a", "value": "o_proj"}[name]}
+    assert kernel in ran[name]
+
+
+def test_beyond_its_limit_the_query_front_is_told_to_be_separate(device: FakeDevice) -> None:
+    _, query = layers.mla_front(64, "cpu").steps(FEWER, None)
+    assert query.ran == "separate"
+
+
+FEW_STAGES = Candidate("fused_a", FusedAGemmConfig(8, 16, 512, 4, 4, 8, 1, 1, 2))
+
+
+@pytest.mark.parametrize("kind", ["mla-front", "mla-back"])
+def test_fewer_launches_compute_the_window(kind: str) -> None:
+    """On the CPU, where each operation is its reference; the candidate makes no difference."""
+    made = WINDOWS[kind](2, "cpu")
+    (weights,) = window.layers_of(made.shapes, "cpu", 1)[1]
+    assert made.check(made.steps(FEWER, FEW_STAGES), weights) is None
+
+
+def test_a_window_tries_what_tables_list_and_fewer_stages(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[Any] = []
+    monkeypatch.setattr(instances, "load_all", lambda wanted, _: loaded.extend(wanted))
+    for tokens in (1, 8, 16):
+        loaded.clear()
+        found = window.candidates_of(layers.mla_front(tokens, "cpu"), tokens)
+        assert len(found) == len(set(found)) == len(loaded)
+        assert {candidate.kernel for candidate in found} == {"fused_a", "skinny"}
+        fused = [candidate.config for candidate in found if candidate.kernel == "fused_a"]
+        assert all(config.fits(tokens, H200) for config in fused)
+        listed = [config for config in fused if config.stages > max(window._FEW_STAGES)]
+        fewer = {replace(c, stages=3, stages_x=min(3, c.stages_x)) for c in listed}
+        assert fewer and {config for config in fewer if config.fits(tokens, H200)} <= set(fused)
+    assert window.candidates_of(layers.mla_back(1, "cpu"), 1) == ()
+
+
+def test_the_best_candidate_in_the_window_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = on_no_gpu(monkeypatch)
+    timed_as(monkeypatch, launches, lambda names: float(names[0]))
+    out = torch.zeros(2, 8, dtype=BF16)
+
+    def steps(column: str, candidate: Candidate | None) -> list[Step]:
+        assert column == FEWER and candidate is not None
+        us, value = candidate.config
+
+        def run(_: Weights) -> None:
+            launches.append(Small(str(us), 1, True, []))
+            out.fill_(value)
+
+        return [Step("a", run, out, str(us))]
+
+    want = torch.ones(2, 8, dtype=torch.float64)
+    made = Window({}, steps, {"out": out}, lambda weights: {"out": want}, tried="a")
+    given = [Candidate("fused_a", (us, 1.0)) for us in (9.5, 7.25, 8.0)]
+    monkeypatch.setattr(Candidate, "__str__", lambda self: f"us {self.config[0]}")
+    (step,), times = window.fastest_of(made, given, [{}])
+    assert step.ran == "7.25" and times == {"us 9.5": 9.5, "us 7.25": 7.25, "us 8.0": 8.0}
+    with pytest.raises(RuntimeError, match=r"us 6.0 for a: a row of out is off by .*, not timed"):
+        window.fastest_of(made, [*given, Candidate("fused_a", (6.0, 2.0))], [{}])
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 64])
 def test_each_column_runs_what_it_is_named_for(tokens: int, device: FakeDevice) -> None:
-    ran = {c: {s.name: s.ran for s in layers.mla_front(tokens, "cpu").steps(c)} for c in COLUMNS}
+    made = layers.mla_front(tokens, "cpu")
+    ran = {c: {each.name: each.ran for each in made.steps(c, None)} for c in COLUMNS}
     q_a, q_b = "qkv_a 2112x7168", "q_b 2304x1536"
     assert {ran[CUBLAS][q_a], ran[CUBLAS][q_b]} == {"linear"}
     assert {ran[STRUCTURE][q_a], ran[STRUCTURE][q_b]} == {"fused_a" if tokens <= 16 else "linear"}
@@ -144,7 +250,7 @@ def test_each_column_runs_what_it_is_named_for(tokens: int, device: FakeDevice) 
 def small_window(step: Step) -> Window:
     """A window of one kernel, which is to double the first two of three rows."""
     want = torch.tensor([[2.0, 4.0], [6.0, 8.0], [float("nan")] * 2], dtype=torch.float64)
-    return Window({}, lambda column: [step], {"out": step.out}, lambda weights: {"out": want})
+    return Window({}, lambda column, _: [step], {"out": step.out}, lambda weights: {"out": want})
 
 
 def test_a_window_is_checked_row_by_row_and_where_nothing_belongs() -> None:
@@ -217,8 +323,25 @@ def test_a_floor_that_a_window_beats_is_reported_as_none() -> None:
     assert told[-1] == "A floor that a window beats is none: kda-front at B = 64."
 
 
-def test_the_command_line_knows_every_window() -> None:
+def test_the_remarks_say_what_fewer_launches_are_worth() -> None:
+    found = []
+    for tokens, us in ((1, 12.0), (4, 15.0)):
+        added = {column: {"consumer": 1.0, "a": us, "b": 4.0} for column in COLUMNS}
+        added |= {PLAN: {"consumer": 1.0, "a": us, "b": 3.0}, FEWER: {"consumer": 1.0, "c": us}}
+        found.append(replace(entry(tokens, 22.5, "mla-back"), added_us=added))
+    told = [line for line in window.remarks(found) if "fewer launches" in line]
+    assert told == [
+        "mla-back in fewer launches, over the public structure: 0.765 at B = 1, 0.800 at B = 4.",
+        "mla-back in fewer launches, over the public plan: 0.812 at B = 1, 0.842 at B = 4.",
+        "mla-back in fewer launches, over ours, separate: 0.765 at B = 1, 0.800 at B = 4.",
+        "mla-back in fewer launches, over the best of the other columns: 0.812 at B = 1, 0.842 at "
+        "B = 4; without the consumer 0.800 at B = 1, 0.833 at B = 4.",
+    ]
+
+
+def test_the_command_line_knows_every_window_and_step() -> None:
     assert tuple(WINDOWS) == bench._WINDOWS
+    assert steps_of_attention.KINDS == bench._STEPS
 
 
 # --- On a GPU ------------------------------------------------------------------------------------
@@ -245,8 +368,8 @@ def test_the_comparison_kernel_computes_the_product(n: int, k: int, tokens: int)
 def test_every_column_of_a_window_is_right(kind: str, tokens: int) -> None:
     made = WINDOWS[kind](tokens)
     (weights, _) = window.layers_of(made.shapes)[1][:2]
-    for column in COLUMNS:
-        assert made.check(made.steps(column), weights) is None, column
+    for column in made.columns:
+        assert made.check(made.steps(column, None), weights) is None, column
 
 
 @pytest.mark.gpu
@@ -254,17 +377,17 @@ def test_a_small_window_run_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window, "COLD_BYTES", 4 << 20)
     monkeypatch.setattr(window, "_LAYERS", 4)
     monkeypatch.setattr(cold, "COLD_BYTES", 4 << 20)
-    (found,) = window.run(["mla-front"], [4])
-    assert list(found.added_us) == list(COLUMNS)
-    for added in found.added_us.values():
-        assert next(iter(added)) == window.CONSUMER and len(added) == 6
+    (found,) = window.run(["mla-front"], [4], [FEW_STAGES])
+    assert list(found.added_us) == list(WITH_FEWER)
+    for column, added in found.added_us.items():
+        assert next(iter(added)) == window.CONSUMER and len(added) == (3 if column == FEWER else 6)
         assert 0 < found.floor_us < 1000 and 0 < window.total(added) < 1000
 
 
 @pytest.mark.gpu
 def test_a_wrong_window_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     made = layers.kda_front(4)
-    wrong = replace(made, steps=lambda column: made.steps(column)[:1])
+    wrong = replace(made, steps=lambda column, _: made.steps(column, None)[:1])
     monkeypatch.setitem(WINDOWS, "kda-front", lambda tokens: wrong)
     with pytest.raises(RuntimeError, match="cublas: f_b is not written where it should be"):
         next(window.run(["kda-front"], [4]))

@@ -509,7 +509,7 @@ def test_one_server_needs_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("--model kimi --tp 8", "model: expected kimi-k3 or deepseek-v3 or glm-5.2, got 'kimi'"),
         ("--model kimi-k3 --tp 3", "tp: expected 4 or 8 or 16 for kimi-k3, got 3"),
-        ("--model glm-5.2 --tp 8 --gpu h400", "gpu: expected a100 or h100 or h200 or b200 or"),
+        ("--model glm-5.2 --tp 8 --gpu h400", "gpu: expected a100, h100, h200, b200,"),
     ],
 )
 def test_what_is_unknown_is_refused_with_what_there_is(

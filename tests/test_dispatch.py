@@ -13,7 +13,7 @@ import torch
 from dispatch_helpers import ADDRESS, K, N, decided, says, view
 from fake_device import H200
 from gemm_table_helpers import measured, measured_table, second, user_cache
-from helpers import refused
+from helpers import BF16, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toolchain_helpers import fake_gpu
@@ -439,6 +439,37 @@ def test_devices_by_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_select_backend_without_a_gpu() -> None:
     assert k3cupy.select_backend(1, 2112, 7168) is None
+    for name in ("sm_90", "NVIDIA H200", "nonsense"):
+        with pytest.raises(ValueError, match=f"^device: expected a GPU ordinal.*{name}.* gpu="):
+            k3cupy.select_backend(1, 2112, 7168, device=name)
+
+
+H200_NAMES = ("h200", "NVIDIA H200", "sm_90", H200)
+
+
+@pytest.mark.parametrize("gpu", H200_NAMES, ids=str)
+def test_what_a_gpu_that_is_not_here_would_run(gpu: Any) -> None:
+    """Whatever device the tensors are on: the choice, the configuration and the reason."""
+    assert k3cupy.select_backend(16, 2112, 7168, gpu=gpu) == "fused_a"
+    x, weight = torch.ones(16, 7168, dtype=BF16), torch.ones(2112, 7168, dtype=BF16)
+    expected = choose(ALL, 2112, 7168, 16, H200)
+    told = k3cupy.explain_low_latency_gemm(x, weight, gpu=gpu)
+    assert (told.kernel, told.config, told.runs_on) == ("fused_a", expected.config, "cuda")
+    assert told.reason == expected.reason
+    assert told.name_expression is not None and told.pdl
+    assert k3cupy.explain_fused_a_gemm(x, weight, gpu=gpu) == told
+    assert k3cupy.explain_skinny_gemm(x, weight, gpu=gpu).kernel == "skinny"
+    apart = torch.ones(16, 7169, dtype=BF16)[:, :7168]
+    assert "row stride" in k3cupy.explain_low_latency_gemm(apart, weight, gpu=gpu).reason
+    assert k3cupy.explain_low_latency_gemm(x, weight).runs_on == "cpu", "without it nothing changes"
+
+
+def test_a_gpu_that_nobody_knows_is_refused() -> None:
+    for junk, kind in (("sm_42", ValueError), ("H2OO", ValueError), (0, TypeError)):
+        with pytest.raises(kind, match=f"^gpu: expected a100, .*, got {junk!r}\\. Of another GPU"):
+            k3cupy.select_backend(16, 2112, 7168, gpu=junk)
+    with pytest.raises(TypeError, match=r"^gpu: expected None where a device"):
+        k3cupy.select_backend(16, 2112, 7168, gpu="h200", device=0)
 
 
 def test_a_choice_is_one_line() -> None:

@@ -466,9 +466,13 @@ def test_the_report() -> None:
         (">64", 2),
     ]
     lines = str(report).splitlines()
-    assert lines[0].split() == ["calls", "N", "x", "K", "M", "what", "ran", "why"]
-    assert "48 x 128" in lines[2]
-    assert re.search(r"(?i)cpu.* \[rule\]$", lines[2])
+    told = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert told[1] == ["N x K", "M", "calls", "what ran", "why"], "no layer is known"
+    (group,) = (cells for cells in told if "linear" in cells and "48 x 128" in cells)
+    assert group[:3] == ["48 x 128", "1, 4, >64", "5"], "a line a weight and reason"
+    assert re.search(r"(?i)cpu.* \[rule\]$", group[4])
+    assert report.to_dict()["calls"] == 6
+    assert report.to_dict()["rows"][1]["choice"]["kernel"] == "linear"
     assert lines[-1] == "0 of 6 calls ran a kernel of k3cupy"
     assert report.calls == 6, "a report does not change"
     k3cupy.reset_dispatch_report()

@@ -58,10 +58,17 @@ def anchors(path: Path) -> set[str]:
 # Docstrings
 
 
+def test_the_api_reference_has_every_public_name() -> None:
+    listed = re.findall(r"^\.\. auto(?:function|class):: (\w+)$", read(ROOT / "docs/api.rst"), re.M)
+    assert sorted(listed) == sorted(k3cupy.__all__)
+
+
 @pytest.mark.parametrize("name", ["k3cupy", *MODULES])
 def test_examples_in_docstrings(name: str) -> None:
     if name.startswith("k3cupy.engines.transformers_"):
         pytest.importorskip("transformers")
+    if name == "k3cupy.bench.triton_norms":
+        pytest.importorskip("triton")
     module = importlib.import_module(name)
     failed, _ = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     assert failed == 0
@@ -263,7 +270,10 @@ def check_make(words: list[str]) -> None:
 
 
 def check_pip(words: list[str]) -> None:
-    """Only this package is installed by hand, with extras that it has."""
+    """Only PyTorch and this package are installed by hand, with extras that it has."""
+    if re.match(r"torch\b", words[0]):
+        assert words[1:] in ([], ["--index-url", "https://download.pytorch.org/whl/cpu"])
+        return
     assert len(words) == 1
     extras = re.fullmatch(r"(?:\.|k3cupy)(?:\[([\w,]+)\])?", words[0])
     assert extras, f"pip install {words[0]}"
@@ -311,6 +321,7 @@ def test_commands_in_documents_exist(
         "make no-such-target",
         "make test NO_SUCH_VARIABLE=1",
         'pip install ".[no_such_extra]"',
+        "pip install torch something-else",
         "pip install something-else",
         ".venv/bin/no-such-tool",
         "rm -rf /",

@@ -123,12 +123,12 @@ def test_install_loads_all_that_a_step_runs(
     model = model_of(torch.bfloat16, "cuda", **WIDE)
     monkeypatch.setattr(instances, "_attempts", {})  # as in a process that has run nothing yet
 
-    def compiles(instance: Any, *_: Any) -> None:
+    def compiles(_: Any, instance: Any, *__: Any) -> None:
         raise AssertionError(f"{instance} was not loaded")
 
     with fresh_plans(tmp_path):
         engine.install(model, tokens=(4, 28))  # a step, and the prompt
-        monkeypatch.setattr(instances, "_compile", compiles)
+        monkeypatch.setattr(instances, "_kept_or_compiled", compiles)
         decode(model, latent_cache(model), 4, steps=2)
     assert engine.report()[ROW].served == 4
 

@@ -20,7 +20,7 @@ import torch
 from gemm_helpers import assert_product, normal
 from helpers import BF16, FP16
 from mla_helpers import FORMS, Form
-from mla_layer_helpers import LAYER_FORMS
+from mla_layer_helpers import LAYER_FORMS, in_one_launch
 from toolchain_helpers import MAPPINGS
 
 import k3cupy
@@ -251,12 +251,14 @@ def layer_case(
     config = settings.pop("config", None)
 
     def call(device: str) -> Judge:
-        more = {"scale_tensors": True} if form.startswith("query") else {}
+        is_query = form.startswith("query")
+        more = {"scale_tensors": True} if is_query else {}
+        one = in_one_launch(device) if is_query and tokens <= mla_query.MAX_TOKENS else None
         made = LAYER_FORMS[form].make(tokens, 2, device=device, **more, **settings)
         first = in_unwritten(made.first, device, 8 + off, 24)
         made = made.given(**{made.names_first: first})
         before = made.snapshot()
-        result = made.run(weight_is_static=static, config=config)
+        result = made.run(weight_is_static=static, config=config or one)
         return lambda: made.check(before, result)
 
     return Case("-".join([form, str(tokens), *[ending] * bool(ending)]), call)

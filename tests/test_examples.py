@@ -6,6 +6,7 @@ import functools
 import importlib
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -77,11 +78,13 @@ def one_thread() -> Iterator[None]:
 
 
 @functools.cache
-def weights_of(random: Callable[..., Any], state: bytes, device: str) -> tuple[Any, torch.Tensor]:
+def weights_of(
+    random: Callable[..., Any], state: bytes, device: str, *heads: int
+) -> tuple[Any, torch.Tensor]:
     """The weights that a generator in this state makes, and its state behind them."""
     generator = torch.Generator()
     generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    return random(generator, torch.device(device)), generator.get_state()
+    return random(generator, torch.device(device), *heads), generator.get_state()
 
 
 @pytest.fixture
@@ -94,9 +97,9 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
     weights = importlib.import_module("mla_layer").Weights
     random = weights.random
 
-    def remembered(generator: torch.Generator, device: torch.device) -> Any:
+    def remembered(generator: torch.Generator, device: torch.device, *heads: int) -> Any:
         state = generator.get_state().numpy().tobytes()
-        made, behind = weights_of(random, state, str(device))
+        made, behind = weights_of(random, state, str(device), *heads)
         generator.set_state(behind)
         return made
 
@@ -146,6 +149,7 @@ in_one_process = pytest.mark.xdist_group("examples")
 def test_demo_runs_as_a_script(name: str, scripts: dict[str, str]) -> None:
     assert "All outputs agree with plain PyTorch" in scripts[name]
     assert "Why this epilogue: " in scripts[name]
+    assert ("Why this query front: " in scripts[name]) is (name == DECODE)
 
 
 @both_demos
@@ -233,6 +237,31 @@ def test_decode_demo_fails_when_the_epilogue_is_wrong(
     fails(load(DECODE), "--kv-cache", kv_cache)
 
 
+@pytest.mark.parametrize("kv_cache", FORMATS)
+@pytest.mark.parametrize(
+    "fault", [drop_one_write, write_zeros_for_one_row, swap_two_rows, return_nan]
+)
+def test_decode_demo_fails_when_the_query_front_is_wrong(
+    fault: Any,
+    kv_cache: str,
+    load: Callable[[str], ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    operation = k3cupy.fused_mla_decode_query
+    monkeypatch.setattr(k3cupy, "fused_mla_decode_query", lambda **call: fault(operation, call))
+    fails(load(DECODE), "--kv-cache", kv_cache)
+
+
+def test_decode_demo_fails_when_the_values_are_wrong(
+    load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = k3cupy.fused_mla_decode_value
+    monkeypatch.setattr(
+        k3cupy, "fused_mla_decode_value", lambda *args, **options: values(*args, **options).flip(0)
+    )
+    fails(load(DECODE))
+
+
 # Prefill
 
 
@@ -272,6 +301,59 @@ def test_prefill_demo_fails_when_the_context_is_wrong(
     operation = getattr(k3cupy, name)
     monkeypatch.setattr(k3cupy, name, lambda **call: fault(operation, call))
     fails(load(PREFILL), "--kv-cache", kv_cache)
+
+
+# Tensor parallelism
+
+
+def two_ranks(*arguments: str, cwd: Path) -> list[tuple[int, str]]:
+    """Status and output of the example's ranks, as torchrun starts them, with gloo."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, str(EXAMPLES / "tensor_parallel_decode.py"), "--device", "cpu"]
+    ranks = [
+        subprocess.Popen(
+            [*command, *arguments],
+            cwd=cwd,
+            env={**os.environ, **shared, "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
+    return [(rank.returncode, output) for rank, output in zip(ranks, outputs, strict=True)]
+
+
+def test_two_ranks_equal_one(tmp_path: Path) -> None:
+    first, second = two_ranks("--heads", "2", "--tokens", "2", cwd=tmp_path)
+    assert (first[0], second[0]) == (0, 0), first[1] + second[1]
+    assert "2 heads on 2 x the CPU, 1 a rank" in first[1]
+    assert "All ranks agree with one alone" in first[1]
+
+
+def test_a_share_that_is_lost_is_found(
+    load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process as one of two ranks, whose sum is its own part alone."""
+    example = load("tensor_parallel_decode")
+    monkeypatch.setattr(example.dist, "all_reduce", lambda tensor: None)
+    assert example.run(2, 1, 0, torch.device("cpu"), 0, 2, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_equal_one(tmp_path: Path) -> None:
+    module = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command = [*module, str(EXAMPLES / "tensor_parallel_decode.py"), "--json", "times.json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "in a CUDA graph: worst relative error" in done.stdout
+    times = json.loads((tmp_path / "times.json").read_text(encoding="utf-8"))["us"]
+    assert all(0 < times[name] < 10_000 for name in ("one", "all"))
 
 
 # Low-latency linear

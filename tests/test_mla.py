@@ -262,6 +262,16 @@ def test_positional_arguments_are_vllms(kind: str) -> None:
         assert k3cupy.explain_mla_prefill(NAMES[kind], *given) == call.explain()
 
 
+@pytest.mark.parametrize("kind", ["decode", *KINDS])
+def test_explanations_for_a_gpu_that_is_not_here(kind: str) -> None:
+    told = FORMS[kind].make(2, 1).explain(gpu="h200")
+    assert told.runs_on == "cuda"
+    assert told.config is not None and told.name_expression
+    assert told.origin == "shipped" and "measured on NVIDIA H200" in told.reason
+    elsewhere = FORMS[kind].make(2, 1).explain(gpu="sm_80")
+    assert "NVIDIA A100" in elsewhere.reason and not elsewhere.pdl
+
+
 def test_every_operation_is_tested() -> None:
     assert set(NAMES) == set(INPUTS) == set(OUTPUTS) == {form.kind for form in FORMS.values()}
     for name in NAMES.values():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,25 +33,24 @@ KINDS: dict[str, tuple[str, ...]] = {
     "mla_value": ("value", "value+gate", "absorb"),
 }
 each_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=KINDS)
+by_kind = pytest.mark.parametrize("kernel", (mla_norm, mla_value), ids=("mla_norm", "mla_value"))
 SAME = mla_query.Variant.of_kind("16bit+same")
-OTHER = mla_query.CANDIDATES[1]
+ONE, TWO, OTHER = mla_query.UNTUNED, mla_query.TWO_AN_SM, mla_query.CANDIDATES[0]
 
 
-def table_of(*entries: Entry, name: str = "X") -> Table:
-    header = {"schema": 2, "gpu": name, "num_sms": 100}
+def table_of(*entries: Entry, name: str = "X", sms: int = 100) -> Table:
+    header = {"schema": 2, "gpu": name, "num_sms": sms}
     return Table("shipped", *parts_of(table_text(header, entries)))
 
 
-def query_of(size: int, fused: float, separate: float | None, config: Any = OTHER) -> Entry:
-    times: dict[str, Any] = {"mla_query": {config: fused, mla_query.UNTUNED: fused + 1}}
-    if separate is not None:
-        times["separate"] = {None: separate}
-    return measured("16bit+same", size, times)
+def query_of(heads: int, tokens: int, fused: float, separate: float, config: Any = OTHER) -> Entry:
+    times = {"mla_query": {config: fused, ONE: fused + 1}, "separate": {None: separate}}
+    return measured(f"{heads} heads", tokens, times)
 
 
-@each_kernel
+@by_kind
 def test_the_nearest_entry_by_size(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens for the norms, tokens times heads for what has heads."""
+    """Tokens for the norms, tokens times heads for the value."""
     name, (few, many) = kernel.KERNEL, kernel.CANDIDATES[:2]
     for kind in KINDS[name]:
         variant = kernel.Variant.of_kind(kind)
@@ -72,62 +71,106 @@ def test_the_nearest_entry_by_size(kernel: Any, monkeypatch: pytest.MonkeyPatch)
         assert set(configs(name, kind, gpu())) >= {few, many}
 
 
-@each_kernel
+@by_kind
 def test_the_rule_without_a_table(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch)
     for kind in KINDS[kernel.KERNEL]:
         variant = kernel.Variant.of_kind(kind)
         found = choose(kernel.KERNEL, variant, 4, 12, gpu())
-        assert (found.kernel, found.config, found.origin) == (
-            kernel.KERNEL,
-            kernel.UNTUNED,
-            "rule",
-        )
+        assert (found.kernel, found.config) == (kernel.KERNEL, kernel.UNTUNED)
+        assert found.origin == "rule"
         assert found.reason.startswith("no measured table has this operation; ")
         assert kernel.UNTUNED in configs(kernel.KERNEL, kind)
         named = kernel.CANDIDATES[-1]
         assert choose(kernel.KERNEL, variant, 4, 12, gpu(), named).config == named
-        if kernel is not mla_query:
-            slow = choose(kernel.KERNEL, replace(variant, vector=False), 4, 12, gpu())
-            assert slow.config == kernel.UNTUNED
-            assert "element-wise" in slow.reason
+        slow = choose(kernel.KERNEL, replace(variant, vector=False), 4, 12, gpu())
+        assert slow.config == kernel.UNTUNED
+        assert "element-wise" in slow.reason
+
+
+# The query front: by heads, beside the separate kernels
+
+choose_query = functools.partial(choose, "mla_query", SAME)
+LARGE = gpu("X", 132)
+"""It runs 15 clusters at once."""
+
+
+def test_heads_whose_clusters_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block a multiprocessor for these, and two for more, without a table."""
+    only(monkeypatch)
+    assert LARGE.clusters_at_once(mla_query.CLUSTER) == 15
+    for heads, wanted in ((1, ONE), (15, ONE), (16, TWO), (30, TWO), (96, TWO)):
+        for tokens in (1, 16):
+            found = choose_query(tokens, heads, LARGE)
+            assert (found.kernel, found.config, found.origin) == ("mla_query", wanted, "rule")
+            told = f"no measured table has {heads} heads, a cluster each; X runs 15 at once"
+            assert found.reason == told
+        assert choose_query(4, heads, LARGE, OTHER).config == OTHER
+    few = gpu("Y", 20)  # two of eight blocks
+    assert [choose_query(1, heads, few).config for heads in (2, 3)] == [ONE, TWO]
+
+
+def test_a_table_speaks_for_heads_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those whose clusters run at once or do not; of these the nearest, then the nearest tokens."""
+    entries = [
+        query_of(12, 1, 3.0, 4.5),
+        query_of(12, 16, 3.5, 4.6, mla_query.CANDIDATES[3]),
+        query_of(24, 4, 5.0, 6.0, TWO),
+        query_of(96, 4, 9.0, 8.0),
+    ]
+    only(monkeypatch, table_of(*entries, sms=132))
+    for tokens, heads, config in (
+        (1, 12, OTHER),
+        (3, 6, OTHER),
+        (9, 15, mla_query.CANDIDATES[3]),
+        (1, 16, TWO),
+        (16, 30, TWO),
+        (1, 90, None),
+    ):
+        found = choose_query(tokens, heads, LARGE)
+        assert (found.config, found.origin) == (config, "shipped"), (tokens, heads)
+        assert f"here {tokens} of {heads}: one launch " in found.reason
+    only(monkeypatch, table_of(*entries[:2], sms=132))
+    told = choose_query(4, 24, LARGE)
+    assert (told.config, told.origin) == (TWO, "rule")
+    assert "no measured table has 24 heads" in told.reason
 
 
 def test_separate_kernels_run_where_they_are_measured_to_be_faster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Both times stand in the reason; of equal ones the separate kernels are taken."""
-    entries = [query_of(12, 3.0, 4.5), query_of(96, 6.0, 5.0), query_of(192, 7.0, 7.0)]
-    only(monkeypatch, table_of(*entries))
-    few, more, most = (choose("mla_query", SAME, tokens, 12, gpu()) for tokens in (1, 8, 16))
+    entries = [query_of(12, 1, 3.0, 4.5), query_of(12, 8, 6.0, 5.0), query_of(12, 16, 7.0, 7.0)]
+    only(monkeypatch, table_of(*entries, sms=132))
+    few, more, most = (choose_query(tokens, 12, LARGE) for tokens in (1, 8, 16))
     assert (few.kernel, few.config, few.origin) == ("mla_query", OTHER, "shipped")
-    assert few.reason.endswith("here 12: one launch 3.00 us, separate kernels 4.50 us")
+    assert few.reason.endswith("here 1 of 12: one launch 3.00 us, separate kernels 4.50 us")
     assert (more.kernel, more.config, more.origin) == ("separate", None, "shipped")
-    assert more.reason.endswith("here 96: one launch 6.00 us, separate kernels 5.00 us")
-    assert str(more).startswith("separate: measured on X")
+    assert more.reason.endswith("here 8 of 12: one launch 6.00 us, separate kernels 5.00 us")
+    assert str(more).startswith("separate: measured on X with 8 tokens of 12 heads")
     assert (most.kernel, most.config) == ("separate", None)
-    elsewhere = choose("mla_query", SAME, 8, 12, gpu("Y"))
+    elsewhere = choose_query(8, 12, gpu("Y", 132))
     assert (elsewhere.kernel, elsewhere.origin) == ("separate", "rule")
-    assert configs("mla_query", "16bit+same") == (OTHER,)
+    assert elsewhere.reason.startswith("Y has no measured table; measured on X")
 
 
 def test_a_table_of_separate_kernels_is_read_as_it_was_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the user's cache, too; and one as good as the fastest is preferred beside them."""
-    entry = query_of(96, 6.0, 5.0)
+    entry = query_of(12, 8, 6.0, 5.0)
     fields = json.loads(json.dumps(entry.fields()))
     assert fields["us"]["separate"] == 5.0
-    assert entry_of("16bit+same", fields) == entry
-    both = {"mla_query": {OTHER: 3.0, mla_query.UNTUNED: 3.02}, "separate": {None: 4.0}}
-    preferred = measured("16bit+same", 96, both, preferred=mla_query.UNTUNED)
-    assert "preferred" in preferred.fields()
-    assert entry_of("16bit+same", preferred.fields()) == preferred
-    assert entry_of("16bit+same", {"size": 1, "kernel": "separate", "config": None}).config is None
+    assert entry_of("12 heads", fields) == entry
+    both = {"mla_query": {ONE: 3.02, OTHER: 3.0}, "separate": {None: 4.0}}
+    preferred = measured("12 heads", 8, both, preferred=ONE)
+    assert preferred.fields()["preferred"] == "8/2/1"
+    assert entry_of("12 heads", preferred.fields()) == preferred
+    assert entry_of("12 heads", {"size": 1, "kernel": "separate", "config": None}).config is None
     monkeypatch.setenv("K3CUPY_CACHE_DIR", str(tmp_path))
-    assert cache.add("mla_query", [entry], gpu()) is not None
+    assert cache.add("mla_query", [entry], gpu("X", 132)) is not None
     cache.reload()
-    found = choose("mla_query", SAME, 8, 12, gpu())
+    found = choose_query(8, 12, LARGE)
     assert (found.kernel, found.config, found.origin) == ("separate", None, "user")
     monkeypatch.undo()
     cache.reload()
@@ -178,16 +221,23 @@ def test_warmup_of_the_query_has_what_runs_in_its_place(monkeypatch: pytest.Monk
     kernels = ("mla_decode_query", "q_kv_rms_norms", "head_product", "mla_decode_epilogue", "q_b")
 
     def found(machine: Any = None, **options: Any) -> dict[str, set[str]]:
+        machine = machine or LARGE
         every = names_in("mla_query", machine, kv_cache="fp8", weight_is_static=True, **options)
         of = {kernel: {n for n in every if f"::{kernel}<" in n} for kernel in kernels}
         of["q_b"] = set(every).difference(*of.values())
         return of
 
-    few = found(tokens=range(1, 17))
-    assert not any(few[kernel] for kernel in kernels[1:])
-    for tile, config in itertools.product(mla_query.TILES, configs("mla_query", "fp8+fp8")):
-        variant = replace(mla_query.Variant.of_kind("fp8+fp8"), tile_m=tile)
-        assert config.name_expression(variant) in few["mla_decode_query"]
+    only(monkeypatch)
+    for heads, config in ((12, ONE), (24, TWO)):
+        few = found(tokens=range(1, 17), heads=heads)
+        assert not any(few[kernel] for kernel in kernels[1:])
+        of_kind = mla_query.Variant.of_kind("fp8+fp8")
+        assert few["mla_decode_query"] == {
+            config.name_expression(replace(of_kind, tile_m=tile)) for tile in mla_query.TILES
+        }
+    both = found(tokens=(1, 16, 17), heads=(12, 24))
+    assert len(both["mla_decode_query"]) == 4
+    assert all(both.values())
     for of in (found(tokens=(1, 17)), found(A100, tokens=1)):
         plain = mla_decode.Variant.of_kind("fp8+fp8")
         for other in configs("mla_decode", "fp8+fp8"):
@@ -198,8 +248,8 @@ def test_warmup_of_the_query_has_what_runs_in_its_place(monkeypatch: pytest.Monk
         }
         assert of["q_kv_rms_norms"] and of["q_b"]
     assert not found(A100, tokens=1)["mla_decode_query"]
-    slower = replace(query_of(96, 6.0, 5.0), problem="fp8+fp8")
-    only(monkeypatch, table_of(slower))  # where they are the faster
+    slower = query_of(12, 8, 6.0, 5.0)
+    only(monkeypatch, table_of(slower, sms=132))  # where they are the faster
     assert found(tokens=8)["head_product"]
     named = names_in("mla_query", kv_cache="bf16", config=OTHER)
     assert set(named) == {

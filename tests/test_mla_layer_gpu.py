@@ -24,6 +24,7 @@ from mla_layer_helpers import (
     LayerCall,
     LayerForm,
     each_layer_form,
+    in_one_launch,
     make_query,
     make_value,
 )
@@ -77,6 +78,8 @@ def test_any_number_of_tokens_and_heads(device: str, form: LayerForm, heads: int
         result = run_into_guarded_outs(call)
         again = bits_of(call)[: len(call.outputs)]
         assert_same(again, [oracle.bits(t) for t in as_list(result)], f"{tokens} tokens, again")
+        if form.kind == QUERY and tokens <= mla_query.MAX_TOKENS:
+            run_into_guarded_outs(call, config=in_one_launch(device))
 
 
 # Configurations and options
@@ -212,18 +215,15 @@ def _reads_nothing_past_device_allocations() -> None:
     for form in LAYER_FORMS.values():
         more = {"rope": True, "scale_tensors": True} if form.kind == QUERY else {}
         call = form.make(5, 3, device="cuda", **more)
-        whole = {
-            name: before_unmapped_gpu_memory(value)
-            for name, value in call.args.items()
-            if isinstance(value, torch.Tensor) and name not in (*call.boxes, "w_uk", "w_uv")
-        }
-        for name, columns in (("w_uk", slice(128)), ("w_uv", slice(128, 256))):
-            if name in call.args:
-                part = call.args[name] if name == "w_uk" else call.args[name].transpose(1, 2)
-                wide = part.new_zeros(3, 256, 512)
-                wide[:, columns] = part
-                found = before_unmapped_gpu_memory(wide)[:, columns]
-                whole[name] = found if name == "w_uk" else found.transpose(1, 2)
+        whole = {}
+        for name, value in call.args.items():
+            if isinstance(value, torch.Tensor) and name not in call.boxes:
+                whole[name] = before_unmapped_gpu_memory(value)
+        if form.kind == QUERY:
+            wide = before_unmapped_gpu_memory(torch.zeros(3, 256, 512, dtype=BF16, device="cuda"))
+            whole["w_uk"] = wide[:, 128:].copy_(call.args["w_uk"])
+        elif form.name in ("value", "value-gate"):
+            whole["w_uv"] = before_unmapped_gpu_memory(call.args["w_uv"].mT.contiguous()).mT
         run_and_check(call.given(**whole))
     torch.cuda.synchronize()
     os._exit(0)

@@ -8,6 +8,8 @@ from helpers import BF16, FP16, random_values
 from mla_helpers import as_list, run_into_guarded_outs
 from mla_layer_helpers import Change, LayerCall, in_layout, make_norm
 
+from k3cupy.kernels.mla_norm import CANDIDATES
+
 LAYOUTS: dict[str, Change] = {
     "in 2176 columns": in_layout("qkv_a", 64, 128),
     "by 2113": in_layout("qkv_a", 1),
@@ -34,6 +36,18 @@ def test_case02_case03_every_layout_has_the_same_bits(
         )
         for got, want in zip(bits(call, shift), bits(packed), strict=True):
             oracle.assert_same_bits(got, want, "a norm")
+
+
+@pytest.mark.gpu
+def test_every_configuration_has_the_same_bits() -> None:
+    """And so has a token among others."""
+    call = make_norm(9, device="cuda")
+    want = bits(call)
+    for config in CANDIDATES:
+        for tokens in (1, 9):
+            part = call.given(qkv_a=call.first[:tokens])
+            for got, whole in zip(as_list(part.run(config=config)), want, strict=True):
+                oracle.assert_same_bits(oracle.bits(got), whole[:tokens], str(config))
 
 
 def test_case01_one_token_has_no_row_stride(device: str) -> None:

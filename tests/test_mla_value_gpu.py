@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import oracle
 import pytest
 import torch
@@ -9,6 +11,8 @@ from helpers import BF16, FP16
 from memory_helpers import gibibytes
 from mla_helpers import run_and_check, run_into_guarded_outs
 from mla_layer_helpers import Change, heads_first, in_layout, make_value, rows_last
+
+from k3cupy.kernels.mla_value import CANDIDATES
 
 ALIGNED: dict[str, Change] = {
     "latent in 576 columns": in_layout("latent", 64),
@@ -42,6 +46,23 @@ def test_case02_case03_rows_that_are_not_aligned(device: str, change: Change) ->
         call = make_value(tokens, 3, device=device)
         run_into_guarded_outs(change(call))
         run_into_guarded_outs(call, shift=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+def test_bits_depend_on_the_warps_alone(packed: bool) -> None:
+    """Neither on the tiles nor on the other tokens."""
+    call = make_value(70, 3, packed=packed, device="cuda")
+    for warps in (4, 8):
+        want = None
+        for config in CANDIDATES[::3]:
+            for tokens in (70, 17, 1):
+                gate = call.args["gate"][:tokens]
+                part = call.given(latent=call.first[:tokens], gate=gate)
+                got = oracle.bits(part.run(config=replace(config, warps=warps)))
+                want = got if want is None else want
+                few = min(tokens, len(want))
+                oracle.assert_same_bits(got[:few], want[:few], f"{config}, {tokens} tokens")
 
 
 def test_both_orders_of_the_weight(device: str) -> None:

@@ -10,6 +10,7 @@ import email
 import email.message
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -108,6 +109,13 @@ def test_wheel_holds_every_file_of_the_package(built: Built) -> None:
     assert package <= built.files
 
 
+def test_wheel_holds_the_demo_with_all_that_it_imports(built: Built) -> None:
+    """`k3cupy demo` runs it; here for its help, which imports the modules beside it."""
+    pytest.importorskip("torch")
+    program = "import sys; from k3cupy.cli import main; sys.argv[1:] = ['demo', '-h']; main()"
+    assert "Run one Kimi-K3 MLA decode layer" in built.run("-c", program)
+
+
 def test_wheel_holds_nothing_else(built: Built) -> None:
     top = {name.split("/")[0] for name in built.files}
     (dist_info,) = (name for name in top if name.endswith(".dist-info"))
@@ -122,6 +130,16 @@ def test_sdist_holds_sources_and_tests(built: Built) -> None:
     assert {"tests/test_packaging.py", "pyproject.toml", "Makefile", "LICENSE"} <= inside
 
 
+def test_sdist_holds_what_the_documents_link(built: Built) -> None:
+    with tarfile.open(built.sdist) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    folders = {str(parent) for name in inside for parent in Path(name).parents}
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")):
+        for target in re.findall(r"\]\(([^)#\s:]+)[)#]", page.read_text(encoding="utf-8")):
+            linked = (page.parent / target).resolve().relative_to(ROOT).as_posix()
+            assert linked in inside | folders, f"{page.name} links to {target}"
+
+
 def test_license(built: Built) -> None:
     assert built.metadata["License-Expression"] == "Apache-2.0"
     assert built.metadata.get_all("License-File") == ["LICENSE"]
@@ -131,9 +149,9 @@ def test_license(built: Built) -> None:
 
 
 def test_supported_python_versions(built: Built) -> None:
-    assert set(built.metadata["Requires-Python"].split(",")) == {">=3.10", "<3.14"}
+    assert set(built.metadata["Requires-Python"].split(",")) == {">=3.10", "<3.15"}
     classifiers = built.metadata.get_all("Classifier", [])
-    for minor in (10, 11, 12, 13):
+    for minor in (10, 11, 12, 13, 14):
         assert f"Programming Language :: Python :: 3.{minor}" in classifiers
 
 

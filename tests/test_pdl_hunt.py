@@ -17,7 +17,7 @@ import torch
 from gemm_helpers import GEMMS, normal, residual_of
 from helpers import BF16, FP16
 from mla_helpers import FORMS, MlaCall, as_list, as_out
-from mla_layer_helpers import LAYER_FORMS, WEIGHTS
+from mla_layer_helpers import LAYER_FORMS, WEIGHTS, in_one_launch
 from pdl_helpers import Hunted, Neighbours, Tensors, hunt, neighbours
 from toolchain_helpers import (
     MAPPINGS,
@@ -130,8 +130,9 @@ def epilogue(
 
 def of_layer(form: str, tokens: int, *, static: bool = False, **settings: Any) -> Hunted:
     """An operation around the epilogue."""
-    config = settings.pop("config", None)
-    more = {"scale_tensors": True} if form.startswith("query") else {}
+    is_query = form.startswith("query")
+    config = settings.pop("config", in_one_launch("cuda") if is_query else None)
+    more = {"scale_tensors": True} if is_query else {}
     call = LAYER_FORMS[form].make(tokens, 2, device="cuda", **more, **settings)
     with_options = hunted(call)
     older = WEIGHTS[call.kind] if static else ()
@@ -175,7 +176,7 @@ LAYER: dict[str, Make] = {
     "query": partial(of_layer, "query", 4),
     "query, fp8 and RoPE": partial(of_layer, "query-fp8", 16, rope=True),
     "query, ds_mla and RoPE": partial(of_layer, "query-ds_mla", 8, rope=True),
-    "query, separate": partial(of_layer, "query", 17),
+    "query, separate": partial(of_layer, "query", 17, config=None),
     "value": partial(of_layer, "value-gate", 4),
     "value, packed": partial(of_layer, "value-packed-gate", 24),
 }

@@ -29,6 +29,8 @@ from mla_helpers import (
     run_and_check,
     run_into_guarded_outs,
 )
+from mla_layer_helpers import LAYER_FORMS, OPERATIONS
+from mla_layer_strategies import layer_cases
 from spoils import Args, Spoil
 from strategies import (
     DSV3_OP,
@@ -99,6 +101,15 @@ def run_mla(case: MlaCase, device: str) -> None:
 @given(data=st.data())
 def test_any_epilogue(device: str, form: Form, dtype: torch.dtype, data: st.DataObject) -> None:
     case = data.draw(mla_cases(form, dtype)).on(device)
+    CASES["right", device] += 1
+    run_mla(case, device)
+
+
+@each_device
+@pytest.mark.parametrize("kind", OPERATIONS)
+@given(data=st.data())
+def test_any_operation_around_the_epilogue(device: str, kind: str, data: st.DataObject) -> None:
+    case = data.draw(layer_cases(kind, device)).on(device)
     CASES["right", device] += 1
     run_mla(case, device)
 
@@ -234,12 +245,26 @@ def drawn(data: st.DataObject, every: tuple[Spoil, ...], args: Args, device: str
 def test_any_spoiled_epilogue(
     device: str, form: Form, dtype: torch.dtype, data: st.DataObject
 ) -> None:
-    """Also behind a plan that a good call left."""
     case = data.draw(mla_cases(form, dtype, to_be_spoiled=True)).on(device)
+    refuse_mla(case, spoils.of_mla(form.name), device, data)
+
+
+@each_device
+@pytest.mark.parametrize("kind", OPERATIONS)
+@given(data=st.data())
+def test_any_spoiled_operation_around_the_epilogue(
+    device: str, kind: str, data: st.DataObject
+) -> None:
+    case = data.draw(layer_cases(kind, device, to_be_spoiled=True)).on(device)
+    refuse_mla(case, spoils.of_layer(case.form.name), device, data)
+
+
+def refuse_mla(case: MlaCase, every: tuple[Spoil, ...], device: str, data: st.DataObject) -> None:
+    """Also behind a plan that a good call left."""
     CASES["refused", device] += 1
     if data.draw(st.booleans()):
         run_mla(case, device)
-    names, boxes = spoils.outs_of(form), poisoned_outs(case.call, shift=case.out_shift or 0)
+    names, boxes = spoils.outs_of(case.form), poisoned_outs(case.call, shift=case.out_shift or 0)
     args = {
         **case.call.args,
         **case.options,
@@ -250,7 +275,7 @@ def test_any_spoiled_epilogue(
         rest = {name: value for name, value in changed.items() if name not in names}
         return case.call.operation(**rest, out=as_out([changed[name] for name in names]))
 
-    assert_refused(run, args, drawn(data, spoils.of_mla(form.name), args, device))
+    assert_refused(run, args, drawn(data, every, args, device))
     run(args)
     case.call.check_outputs(as_out([box.tensor for box in boxes]))
 
@@ -278,6 +303,9 @@ def test_every_argument_is_spoiled_in_many_ways() -> None:
         names = {spoil.name for spoil in spoils.of_mla(form.name)}
         assert names >= {*form.tensors, *spoils.outs_of(form), "pdl", "config"}
         assert len(spoils.of_mla(form.name)) > 60
+    for layer_form in LAYER_FORMS.values():
+        names = {spoil.name for spoil in spoils.of_layer(layer_form.name)}
+        assert names >= {*layer_form.tensors, *spoils.outs_of(layer_form), "pdl", "config"}
     names = {spoil.name for spoil in spoils.of_gemm(FUSED_A_OP)}
     assert names >= {"x", "weight", "residual", "out", "pdl", "weight_is_static", "config"}
     assert {spoil.name for spoil in spoils.of_gemm(DSV3_OP)} == {

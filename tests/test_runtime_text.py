@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import builtins
+import importlib.util
 import io
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +22,7 @@ from k3cupy import Choice, DispatchReport, LinearReport
 from k3cupy.ops.dispatch_report import ReportRow
 from k3cupy.runtime import config
 from k3cupy.runtime.errors import shown
-from k3cupy.runtime.text import printable
+from k3cupy.runtime.text import compiling, printable
 from k3cupy.torch.linear_report import LayerReport, Span
 from k3cupy.tuning.report import TuneReport
 
@@ -102,6 +104,77 @@ def test_a_report_is_a_text_in_a_notebook(name: str, monkeypatch: pytest.MonkeyP
     assert rich.console.Console().is_jupyter
     assert str(make("proj")) == expected
     assert "\x1b" not in expected
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_a_report_is_a_table_in_a_notebook_and_plain_values(name: str) -> None:
+    """In HTML a name is text, and a prompt shows what ``print`` does."""
+    make, told = REPORTS[name]
+    report = make("proj<b>")
+    html = report._repr_html_()
+    assert html.startswith("<table") and html.count("<tr>") == html.count("</tr>") > 1
+    assert "<b>" not in html
+    if name != "linear":
+        assert "proj&lt;b&gt;" in html
+    assert repr(report) == str(report)
+    assert told[0].partition(":")[0] in html
+    assert json.loads(json.dumps(report.to_dict()))
+
+
+def test_a_report_is_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But words are whole; where nobody says how wide it is 120 characters have to do."""
+    row = ReportRow(choice("proj " * 60), 2112, 7168, 8, 3)
+    report = DispatchReport((row,), {(2112, 7168): ["blocks.proj"]})
+    assert 115 <= max(map(len, str(report).splitlines())) <= 120
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "90")
+    assert 85 <= max(map(len, str(report).splitlines())) <= 90
+    monkeypatch.setenv("COLUMNS", "10")
+    assert "blocks.proj" in str(report) and "2112 x 7168" in str(report)
+
+
+def test_a_bar_in_a_notebook_says_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shell = type("ZMQInteractiveShell", (), {})
+    monkeypatch.setattr(builtins, "get_ipython", shell, raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with compiling() as (found, done):
+        found(1)
+        done(None)
+    told = capsys.readouterr().err
+    assert told.count('pip install "k3cupy[notebook]"') == 1
+    with compiling(quiet=True):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.usefixtures("fresh_counts")
+def test_the_dispatch_report_is_grouped_by_layers() -> None:
+    """Layers that are alike, and numbers of tokens, share a line; no name is cut."""
+    model = torch.nn.ModuleDict({f"h{i}": torch.nn.Linear(128, 96, bias=False) for i in range(2)})
+    model["deep"] = torch.nn.ModuleList([torch.nn.Linear(128, 80, bias=False) for _ in range(3)])
+    k3cupy.enable_low_latency_gemm(model.bfloat16())
+    for tokens in (1, 2, 3, 9):
+        for layer in (model["h0"], model["h1"], *model["deep"]):
+            layer(torch.ones(tokens, 128).bfloat16())
+    report = k3cupy.dispatch_report()
+    told = [[cell.strip() for cell in line.split("|")[1:-1]] for line in str(report).splitlines()]
+    assert [cells[:4] for cells in told if len(cells) > 3 and cells[1]][1:] == [
+        ["deep.*", "80 x 128", "1-3, 9", "12"],
+        ["h0", "96 x 128", "1-3, 9", "8"],
+    ]
+    assert ["h1"] in [cells[:1] for cells in told]
+    assert "deep.*" in report._repr_html_()
+    assert report.to_dict()["rows"][0]["layers"] == ["deep.0", "deep.1", "deep.2"]
+    rows = [
+        ReportRow(Choice("skinny", None, f"measured at M = {m}: {m}.25 us", "shipped"), 8, 8, m, 1)
+        for m in (4, 8)
+    ]
+    long = "layer" * 60
+    text = str(DispatchReport(tuple(rows), {(8, 8): [long]}))
+    assert long in text
+    assert "measured at M = *: * us" in text and "[shipped]" in text
 
 
 def test_nothing_of_a_report_is_cut_off() -> None:

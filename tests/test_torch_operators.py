@@ -121,7 +121,7 @@ def of_operator(call: MlaCall) -> dict[str, Any]:
 def test_every_operation_has_an_operator_of_its_own_arguments() -> None:
     """All but `stream`, `config` and `out`, in the order of the function, with its defaults."""
     others = {"dsv3_fused_a_gemm"}
-    public = {name for f in operations if not (name := f.__name__).startswith("_")}
+    public = {name for f in operations if (name := f.__name__) in k3cupy.__all__}
     assert {*operators.SCHEMAS, *others} == public
     for name in operators.SCHEMAS:
         schema = getattr(OURS, name).default._schema
@@ -430,6 +430,10 @@ def test_an_epsilon_that_changes_and_heads_that_are_a_symbol() -> None:
     tensors = [call.args[name] for name in norm.inputs]
     for eps in (0.5, 1e-6, 2.0, 1):
         same(compiled(*tensors, eps), call.run(eps=eps), f"an epsilon of {eps}")
+    broken = torch.compile(k3cupy.fused_q_kv_rmsnorm, backend="eager")
+    for wrong in (None, True, "1"):
+        with pytest.raises(TypeError, match="eps: expected a number, got"):
+            broken(*tensors, eps=wrong)
     compiled = torch.compile(
         k3cupy.fused_mla_decode_value, fullgraph=True, dynamic=True, backend="aot_eager"
     )

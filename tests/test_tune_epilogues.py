@@ -21,14 +21,23 @@ from k3cupy.kernels.mla_prefill import INSERTS, OPS
 from k3cupy.runtime import instances
 from k3cupy.timing import graphs
 from k3cupy.timing.decode_step import DecodeStep
+from k3cupy.timing.mla_steps import (
+    NormStep,
+    QueryStep,
+    ValueStep,
+    halves,
+    kv_b_shape,
+    layer_shape,
+)
 from k3cupy.timing.prefill_step import PrefillStep
 from k3cupy.tuning import files
 from k3cupy.tuning.cuda_meter import CudaMeter
 from k3cupy.tuning.engine import Effort, measure
-from k3cupy.tuning.entries import LINEAR, Candidate, entry_from, settled
+from k3cupy.tuning.entries import LINEAR, SEPARATE, Candidate, entry_from, settled
 from k3cupy.tuning.targets import KINDS, MlaTarget, Target, mla_targets
 
 EPILOGUES = ["mla_decode", "mla_prefill"]
+FAMILIES_OF_LAYER = [*EPILOGUES, "mla_norm", "mla_query", "mla_value"]
 DECODE = KERNELS["mla_decode"].CANDIDATES
 PREFILL = KERNELS["mla_prefill"].CANDIDATES
 
@@ -99,10 +108,48 @@ def test_prefill_instances_are_those_of_a_call(op: str, monkeypatch: pytest.Monk
         assert found.name_expression == ran.name_expression
 
 
+@pytest.mark.parametrize("tokens", [8, 9])
+@pytest.mark.parametrize("kind", KINDS["mla_decode"])
+def test_query_instances_are_those_of_a_call(
+    kind: str, tokens: int, fake_device: FakeDevice
+) -> None:
+    """The tile is that of the tokens."""
+    target = MlaTarget("mla_query", kind, tokens, 2)
+    step = QueryStep(kind, tokens, 2, device="cpu")
+    layer = torch.empty(layer_shape(2), dtype=torch.bfloat16)
+    given = target.candidates({}, GPU)
+    assert [c.config for c in given] == list(KERNELS["mla_query"].CANDIDATES)
+    for candidate in given:
+        step.run(layer, candidate.config)
+        assert fake_device.loads[-1] == target.instance(candidate)
+    fake_device.loads.clear()
+    step.separate(layer)
+    assert [instance.source for instance in fake_device.loads if "gemm" not in instance.source] == [
+        *("mla_norm.cu", "mla_value.cu", "mla_decode.cu")
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS["mla_value"])
+def test_value_instances_are_those_of_a_call(kind: str, fake_device: FakeDevice) -> None:
+    target = MlaTarget("mla_value", kind, 3, 2)
+    step = ValueStep(kind, 3, 2, device="cpu")
+    for candidate in target.candidates({}, GPU):
+        step.run(torch.empty(kv_b_shape(2), dtype=torch.bfloat16), candidate.config)
+        assert fake_device.loads[-1] == target.instance(candidate)
+
+
+def test_norm_instances_are_those_of_a_call(fake_device: FakeDevice) -> None:
+    (target,) = mla_targets("mla_norm", None, [3], 12)
+    assert target.key == ("norm", 3)
+    for candidate in target.candidates({}, GPU):
+        NormStep(3, "cpu").run(candidate.config)
+        assert fake_device.loads[-1] == target.instance(candidate)
+
+
 # What becomes of the times
 
 
-@pytest.mark.parametrize("op", EPILOGUES)
+@pytest.mark.parametrize("op", FAMILIES_OF_LAYER)
 def test_a_whole_run(op: str) -> None:
     meter = FakeMeter()
     report = run(meter, op=op)
@@ -112,14 +159,48 @@ def test_a_whole_run(op: str) -> None:
     for target, entry in zip(targets, report.entries, strict=True):
         times = entry.times[op]
         assert len(times) == len(KERNELS[op].CANDIDATES)
+        assert (SEPARATE.kernel in entry.times) is (op == "mla_query")
+        if entry.kernel == SEPARATE.kernel:
+            assert entry.us is not None and entry.us <= min(times.values())
+            continue
         assert entry.us is not None and entry.us <= AS_GOOD * min(times.values())
         assert entry.us == made_up_us(target, Candidate(op, entry.config))
     assert LINEAR not in meter.timed_with(Effort.GLANCE)
     assert kept(op) == {e.key: kept(op)[e.key] for e in report.entries}
     text = str(report)
     assert f"{len(targets)} measured now, 0 before" in text and "framework" not in text
-    assert all(f"{kind} " in text for kind in KINDS[op])
+    assert all(f"{target.problem} " in text for target in targets)
     assert run(FakeMeter(), op=op).num_measured == 0, "nothing twice"
+
+
+def test_separate_kernels_are_what_the_query_front_has_to_beat() -> None:
+    """They need no check; where they are nearly as fast, both get more rounds."""
+    given = [Candidate("mla_query", config) for config in KERNELS["mla_query"].CANDIDATES]
+    times = {1: (5.0, 9.0), 8: (9.0, 8.0), 16: (7.05, 7.0)}
+
+    def us(target: Target, candidate: Candidate, effort: Effort) -> float:
+        fused, separate = times[target.tokens]
+        return separate if candidate == SEPARATE else fused + given.index(candidate) / 1000
+
+    meter = FakeMeter(gpu=H200, us=us)
+    report = run(meter, op="mla_query", kinds=["16bit+same"], tokens=[1, 8, 16])
+    assert [e.kernel for e in report.entries] == ["mla_query", "separate", "separate"]
+    assert SEPARATE not in {candidate for _, candidate in (*meter.checked, *meter.compiled)}
+    assert [t.tokens for t, some, effort in meter.timed if effort is Effort.EXTRA] == [16]
+    assert "8.00 (separate)" in str(report) and "5.00 (" in str(report)
+    with pytest.raises(ValueError, match=r"tokens: expected at most 16, got 17"):
+        mla_targets("mla_query", None, [1, 17], 12)
+
+
+def test_ties_of_the_query_front_are_settled_beside_separate_kernels() -> None:
+    one, other = (Candidate("mla_query", c) for c in KERNELS["mla_query"].CANDIDATES[:2])
+    entries = [
+        entry_from("12 heads", 1, {SEPARATE: 9.0, one: 5.0, other: 5.02}),
+        entry_from("12 heads", 2, {SEPARATE: 9.0, one: 6.0, other: 5.0}),
+        entry_from("12 heads", 16, {SEPARATE: 4.0, one: 5.0, other: 5.0}),
+    ]
+    found = settled(entries)
+    assert {key: entry.config for key, entry in found.items()} == {("12 heads", 1): other.config}
 
 
 A, B, C = (Candidate("mla_decode", config) for config in DECODE[:3])
@@ -170,7 +251,7 @@ def test_an_interrupted_run_goes_on_and_settles(calls: int) -> None:
     assert [e.config for e in kept("mla_decode").values()] == [B.config, B.config, A.config]
 
 
-@pytest.mark.parametrize("op", EPILOGUES)
+@pytest.mark.parametrize("op", FAMILIES_OF_LAYER)
 def test_what_is_wrong_is_refused(op: str) -> None:
     wrong = Candidate(op, KERNELS[op].CANDIDATES[0])
     kind = KINDS[op][0]
@@ -183,7 +264,8 @@ def test_what_is_wrong_is_refused(op: str) -> None:
         kinds=[kind],
         tokens=[4],
     )
-    assert report.refused == (f"{kind}, M = 4, {wrong}: result 0 differs",)
+    problem = "12 heads" if op == "mla_query" else kind
+    assert report.refused == (f"{problem}, M = 4, {wrong}: result 0 differs",)
     (entry,) = report.entries
     assert wrong.config not in entry.times[op]
 
@@ -229,13 +311,42 @@ def test_the_choices_of_prefill_count_from_now_on(monkeypatch: pytest.MonkeyPatc
         assert (before.origin, found.origin, found.config) == ("shipped", "user", favourite)
 
 
+def test_the_choices_of_a_layer_count_from_now_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeDevice(monkeypatch)
+    favourites = {}
+    for op in ("mla_norm", "mla_value", "mla_query"):
+        favourites[op] = KERNELS[op].CANDIDATES[-1]
+        meter = FakeMeter(
+            gpu=H200, us=lambda t, c, effort, f=favourites[op]: 1.0 if c.config == f else 2.0
+        )
+        run(meter, op=op, tokens=[8], num_heads=2)
+    queries, norms = QueryStep("16bit+same", 8, 2, device="cpu"), NormStep(8, "cpu")
+    layer = torch.empty(layer_shape(2), dtype=torch.bfloat16)
+    values, (_, w_uv) = ValueStep("value", 8, 2, device="cpu"), halves(layer[-512:])
+    weights = {"weight_is_static": True}
+    query = k3cupy.explain_mla_decode_query(
+        **queries.arguments, **queries.cut(layer), out=queries.out, **weights
+    )
+    found = {
+        "mla_norm": k3cupy.explain_q_kv_rmsnorm(**norms.inputs, eps=1e-6, **weights),
+        "mla_value": k3cupy.explain_mla_decode_value(values.x, w_uv, **weights),
+        "mla_query": query,
+    }
+    assert {op: (ran.origin, ran.config) for op, ran in found.items()} == {
+        op: ("user", favourite) for op, favourite in favourites.items()
+    }
+    assert "one launch 1.00 us, separate kernels 2.00 us" in query.reason
+
+
 # Files and commands
 
 
-@pytest.mark.parametrize("op", EPILOGUES)
+@pytest.mark.parametrize("op", FAMILIES_OF_LAYER)
 def test_an_import_gives_what_was_exported(op: str, tmp_path: Path) -> None:
     path = tmp_path / "export.json"
-    meter = FakeMeter(us=lambda t, c, effort: 9 + made_up_us(t, c) / 500)
+    meter = FakeMeter(
+        us=lambda t, c, effort: 9 + made_up_us(t, c) / 500 + (c == SEPARATE) * (t.tokens < 12)
+    )
     report = run(meter, op=op, kinds=KINDS[op][:2])
     before = kept(op)
     assert any("preferred" in entry.fields() for entry in before.values())
@@ -261,6 +372,10 @@ def test_a_dry_run_of_the_command() -> None:
         "  fp8+fp8: M = 2; 18 candidates",
         "  16bit+fp8: M = 8, 2; 18 candidates",
     ]
+    arguments = "tune --device 0 --op mla_value --kind absorb --tokens 4 --dry-run"
+    done = CliRunner().invoke(main, arguments.split())
+    count = len(KERNELS["mla_value"].CANDIDATES)
+    assert done.output.splitlines()[1:] == [f"  absorb: M = 4; {count} candidates"]
 
 
 # How a GPU measures them
@@ -301,6 +416,52 @@ def test_a_step_of_prefill_tells_right_from_wrong(
     monkeypatch.setattr(step, "run", slip)
     told = step.check(partial(step.run, PREFILL[3]))
     assert told == f"result {len(step.outs) - 1} differs from what was right before"
+
+
+def test_a_step_of_norms_tells_right_from_wrong(device: str) -> None:
+    step = NormStep(4, device)
+    assert step.check(step.run) is None
+    assert step.check(lambda: None) == "an element of q is not finite"
+
+    def slip() -> None:
+        step.run()
+        step.outs[1][2, 5] += 0.1
+
+    assert str(step.check(slip)).startswith("element (2, 5) of kv_c_normed is ")
+
+
+@pytest.mark.parametrize("kind", KINDS["mla_decode"])
+def test_a_step_of_the_query_front_tells_right_from_wrong(kind: str, device: str) -> None:
+    step = QueryStep(kind, 4, 2, device)
+    layer = torch.randn(layer_shape(2), device=device).to(torch.bfloat16)
+    bmm = partial(step.separate, q_b=torch.nn.functional.linear, bmm=True)
+    for right in (step.run, step.separate, bmm):
+        assert step.check(right, layer) is None
+    assert step.check(lambda _: None, layer) == "an element of mqa_q is not finite"
+    assert step.error(step.separate, layer) < (0.05 if kind.startswith("fp8") else 5e-3)
+    slot = int(step.arguments["slot_mapping"][1])
+    places = [(slot, "of kv_cache"), ((slot + 1) % 64, "is written where it should not be")]
+    for place, told in places:
+
+        def slip(_: torch.Tensor, place: int = place) -> None:
+            step.run(layer)
+            step.kv_cache.flatten(0, 1)[place].view(torch.uint8)[40:44] ^= 0x43
+
+        assert told in str(step.check(slip, layer))
+
+
+@pytest.mark.parametrize("kind", KINDS["mla_value"])
+def test_a_step_of_the_value_tells_right_from_wrong(kind: str, device: str) -> None:
+    step = ValueStep(kind, 4, 2, device)
+    weight = torch.randn(kv_b_shape(2), device=device).to(torch.bfloat16)
+    assert step.check(step.run, weight) is None
+    assert step.check(lambda _: None, weight) == "an element of out is not finite"
+
+    def slip(kv_b: torch.Tensor) -> None:
+        step.run(kv_b)
+        step.out.view(-1)[77] += 1
+
+    assert " of out is " in str(step.check(slip, weight))
 
 
 class FakeBench:

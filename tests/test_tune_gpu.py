@@ -11,7 +11,7 @@ import torch
 
 import k3cupy
 from k3cupy.choose import cache
-from k3cupy.choose.table import GEMM
+from k3cupy.choose.table import GEMM, KERNELS
 from k3cupy.kernels.fused_a_gemm import FusedAGemmConfig
 from k3cupy.runtime import devices
 from k3cupy.timing import cold
@@ -154,6 +154,17 @@ def test_an_epilogue_is_tuned_and_uses_it(op: str) -> None:
     else:
         ran = k3cupy.explain_mla_prefill(kind, **PrefillStep(kind, 16, 4).arguments)
     assert (ran.origin, ran.config) == ("user", report.entries[-1].config)
+
+
+@pytest.mark.parametrize("op", ["mla_norm", "mla_query", "mla_value"])
+def test_a_step_of_a_layer_is_tuned(op: str) -> None:
+    """Every candidate is right; the query front is timed beside separate kernels."""
+    report = k3cupy.tune(op=op, tokens=[2, 16], num_heads=4, progress=False)
+    assert report.num_measured == 2 * len(KINDS[op]) and report.refused == ()
+    for entry in report.entries:
+        assert len(entry.times[op]) == len(KERNELS[op].CANDIDATES)
+        assert ("separate" in entry.times) is (op == "mla_query")
+        assert all(0 < us < 1000 for of in entry.times.values() for us in of.values())
 
 
 @pytest.mark.parametrize("step", [DecodeStep, PrefillStep])

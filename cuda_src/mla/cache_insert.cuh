@@ -147,6 +147,12 @@ __device__ __forceinline__ void insert_together(unsigned int first, const char* 
   store_row<T, kFormat, kRope, kVector>(chunk, map, target, write, scale_inv, table_row);
 }
 
+// Leaves chunks as they are.
+struct Unchanged {
+  template <typename Chunks>
+  __device__ __forceinline__ void operator()(Chunks&) const {}
+};
+
 // Tokens first, ..., one a warp. All threads of the block call it, behind the dependency wait.
 template <typename T, CacheFormat kFormat, bool kRope, bool kVector, int kThreads,
           unsigned int kBatches = 2>
@@ -162,7 +168,7 @@ __device__ __forceinline__ void insert_row(unsigned int first, const char* nope_
   const unsigned int token = first + threadIdx.x / 32;
   if (threadIdx.x >= kThreads / 32 * 32 || token >= slots.num_tokens) return;
   insert_alone<T, kFormat, kRope, kVector, kBatches>(token, nope_row, rope_row, slots, cache, scale,
-                                                     table, [](const auto&) {});
+                                                     table, Unchanged{});
 }
 
 // Tokens first, ..., first + count - 1, at most LastWriters::kMaxTokens. All threads of the block.

@@ -61,6 +61,7 @@ class Limits:
         rows_hint: what to do with more.
         k_multiple: K is a multiple of this.
         on_gpu: only for CUDA tensors with rows of x at multiples of 16 bytes.
+        anywhere: and of the CPU as if they were there.
     """
 
     dtypes: tuple[str, ...]
@@ -69,6 +70,7 @@ class Limits:
     rows_hint: str
     k_multiple: int
     on_gpu: bool = False
+    anywhere: bool = False
 
 
 FUSED_A = Limits(
@@ -164,7 +166,7 @@ def accept(
         checks.check_strides(RESIDUAL, views[RESIDUAL])
     checks.check_devices(views)
     if limits.on_gpu:
-        _check_for_gpu(signature, views, num_tokens)
+        _check_for_gpu(signature, limits, views, num_tokens)
     checks.check_grad(views)
     return GemmProblem(
         views=checks.without_owners(views),
@@ -233,10 +235,12 @@ def _check_weight_layout(signature: Signature, weight: TensorView) -> None:
         reject(signature.weight, _ALIGNED, found, "Make a copy of it, once")
 
 
-def _check_for_gpu(signature: Signature, views: dict[str, TensorView], num_tokens: int) -> None:
+def _check_for_gpu(
+    signature: Signature, limits: Limits, views: dict[str, TensorView], num_tokens: int
+) -> None:
     """Accept what a linear layer leaves to our kernels: on a GPU, and their fast path."""
     x = views[signature.x]
-    if not x.is_cuda:
+    if not (x.is_cuda or limits.anywhere):
         reject(signature.x, "a CUDA tensor", f"one on the {x.device}")
     if num_tokens == 0:
         reject(signature.x, "at least one row", "none: there is nothing to compute")

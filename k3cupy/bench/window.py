@@ -74,14 +74,15 @@ class Entry:
 
 
 def layers_of(
-    shapes: Mapping[str, tuple[int, ...]], device: str = "cuda"
+    shapes: Mapping[str, tuple[int, ...]], device: str = "cuda", count: int | None = None
 ) -> tuple[list[torch.Tensor], list[Weights]]:
     """Return the weights of layers that take turns, of one layer in one piece, and cut by name.
 
-    A sum over K values keeps the size of its inputs.
+    A sum over K values keeps the size of its inputs. There are as many layers as are cold, or
+    ``count``.
     """
     sizes = [math.prod(shape) for shape in shapes.values()]
-    count = max(2, -(-COLD_BYTES // (2 * sum(sizes))))
+    count = count or max(2, -(-COLD_BYTES // (2 * sum(sizes))))
     pieces: list[torch.Tensor] = []
     cut: list[Weights] = []
     for _ in range(count):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
-from k3cupy.runtime.text import printable
+from k3cupy.runtime.text import Shown, printable, table_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 LINEAR = "linear"
 """The kernel of a fall-back: the framework's own linear."""
@@ -16,9 +19,9 @@ USER, SHIPPED, PUBLIC, RULE = "user", "shipped", "public", "rule"
 """Where a choice comes from."""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A kernel with its configuration, and the reason.
+@dataclass(frozen=True, repr=False)
+class Choice(Shown):
+    """A kernel with its configuration, and the reason; prints as a line, in notebooks as a table.
 
     Attributes:
         kernel: ``"fused_a"``, ``"skinny"``, ``"mla_decode"``, ``"mla_prefill"``, ``"mla_norm"``,
@@ -51,6 +54,23 @@ class Choice:
     def what(self) -> str:
         """Kernel and configuration in words."""
         return self.kernel if self.config is None else f"{self.kernel}, {self.config}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the attributes as plain values, the configuration by the names of its fields."""
+        config = None if self.config is None else asdict(self.config)
+        return {**vars(self), "config": config}
+
+    def __rich__(self) -> Table:
+        """A row a fact, for ``rich.print`` and notebooks."""
+        facts = {
+            "kernel": self.kernel,
+            "configuration": "" if self.config is None else str(self.config),
+            "why": self.reason,
+            "decided by": self.origin,
+            "runs on": self.runs_on + (", PDL" if self.pdl else ""),
+            "instance": self.name_expression or "",
+        }
+        return table_of(("what", "value"), [fact for fact in facts.items() if fact[1]])
 
     def __str__(self) -> str:
         """One line for people."""

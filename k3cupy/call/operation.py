@@ -17,7 +17,7 @@ from k3cupy.call.launch import Launch
 from k3cupy.call.plans import CudaPlan, Plan, PlanCache, Reference, ReferencePlan, Verify, stamp
 from k3cupy.call.repeat import MISS, Repeat, filled
 from k3cupy.call.separate import Separate, SeparatePlan
-from k3cupy.runtime import devices, env, tracing
+from k3cupy.runtime import devices, env, sources, tracing
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.tensors import is_traced
 
@@ -121,6 +121,7 @@ class Operation:
         checks = env.CHECK in env.values and env.check_enabled()
         verify = self.verify if checks else None
         if choice.runs_on == "cpu":
+            sources.warn_unused()
             return ReferencePlan(self.arguments, problem, self.reference, verify)
         if choice.config is None and problem.num_tokens and self.separate:
             how: Any = {"pdl": choice.pdl, "verify": verify, "stream": stream}
@@ -133,16 +134,16 @@ class Operation:
             self.arguments, problem, launches, pdl=choice.pdl, verify=verify, stream=stream
         )
 
-    def choice(self, problem: Problem, given: Given) -> Choice:
-        """Say what runs for a validated call, and why.
+    def choice(self, problem: Problem, given: Given, gpu: DeviceInfo | None = None) -> Choice:
+        """Say what runs for a validated call, and why; on a named GPU, or that of its tensors.
 
         Raises:
             ValueError: the caller's configuration cannot compute it on this GPU.
         """
         first, name = problem.first, self.kernel.KERNEL
-        if not first.is_cuda:
+        if gpu is None and not first.is_cuda:
             return Choice(name, None, "the tensors are on the CPU", runs_on="cpu")
-        gpu = devices.info(first.device_index)
+        gpu = gpu or devices.info(first.device_index)
         pdl = gpu.has_pdl and given["pdl"] is not False
         if problem.num_tokens == 0:
             return Choice(name, None, "no tokens: nothing is launched", pdl=pdl)
@@ -173,11 +174,15 @@ class Operation:
 
         Args:
             args: positional arguments of the function.
-            kwargs: its keyword arguments.
+            kwargs: its keyword arguments; and ``gpu``, one that need not be here, as
+                ``devices.named`` takes it.
         """
+        kwargs = dict(kwargs)
+        gpu = kwargs.pop("gpu", None)
+        gpu = None if gpu is None else devices.named(gpu)
         given = self.bound(args, kwargs)
         problem = self.accept(tuple(given[name] for name in self.arguments.names), given)
-        return self.choice(problem, given)
+        return self.choice(problem, given, gpu)
 
     def prepared(
         self, _: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -3,7 +3,7 @@
 On a GPU that nobody measured, the rule takes the entry of a measured GPU with the nearest number
 of rows a multiprocessor. The query kernel is measured beside the separate kernels that compute the
 same, for some numbers of heads, and where these are the faster, they run. Another number of heads
-goes by the nearest that takes the GPU as many rounds of clusters.
+goes by the nearest of those whose clusters all run at once, or by the nearest of the others.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FEW_AND_MANY = {
     MLA_VALUE: (mla_value.UNTUNED, mla_value.UNTUNED),
 }
 """Family -> what few rows take where no table knows a call, and many; of the query front few heads,
-whose clusters run at once, and twice as many."""
+whose clusters all run at once, and more."""
 
 _ROWS_AN_SM = 16
 """Rows that are few: of prefill they give every multiprocessor two blocks of ``FEW_ROWS``."""
@@ -96,28 +96,22 @@ def _choose(family: str, variant: Any, num_tokens: int, num_heads: int, gpu: Dev
         )
         return Choice(family, entry.config, reason)
     if family == MLA_QUERY:
-        return _by_rounds(num_heads, gpu)
+        return _by_heads(num_heads, gpu)
     is_few = num_rows <= _ROWS_AN_SM * gpu.num_sms
     told = f"{num_rows} rows on {gpu.num_sms} SMs are {'few' if is_few else 'many'}"
     reason = f"no measured table has this operation; {told}"
     return Choice(family, few if is_few else many, reason)
 
 
-_MOST_ROUNDS = 2
-"""Of clusters that one launch is as fast as separate kernels with; a multiprocessor then has two
-blocks. An H200 took 1.1 times as long with 32 heads and 1.3 times with 96, measured."""
-
-
-def _rounds(num_heads: int, gpu: DeviceInfo) -> int:
-    """Return how often the GPU's clusters of one block a multiprocessor hold all heads."""
-    rounds = -(-num_heads // max(gpu.clusters_at_once(mla_query.CLUSTER), 1))
-    return min(rounds, _MOST_ROUNDS + 1)
+def _at_once(num_heads: int, gpu: DeviceInfo) -> bool:
+    """Return whether the clusters of all heads run at once, a block a multiprocessor."""
+    return num_heads <= gpu.clusters_at_once(mla_query.CLUSTER)
 
 
 def _of_heads(table: Table, num_tokens: int, num_heads: int, gpu: DeviceInfo) -> Choice | None:
     """Return what a table has of the query front, beside the separate kernels; None for nothing."""
     listed = [int(problem.split()[0]) for problem in table.problems]
-    alike = [heads for heads in listed if _rounds(heads, gpu) == _rounds(num_heads, gpu)]
+    alike = [heads for heads in listed if _at_once(heads, gpu) == _at_once(num_heads, gpu)]
     if not alike:
         return None
     heads = _nearest(alike, num_heads)
@@ -135,14 +129,12 @@ def _of_heads(table: Table, num_tokens: int, num_heads: int, gpu: DeviceInfo) ->
     return Choice(entry.kernel, entry.config, reason, table.origin)
 
 
-def _by_rounds(num_heads: int, gpu: DeviceInfo) -> Choice:
+def _by_heads(num_heads: int, gpu: DeviceInfo) -> Choice:
     """Return what the query front runs where no table knows as many heads."""
-    at_once = gpu.clusters_at_once(mla_query.CLUSTER)
-    told = f"no measured table has {num_heads} heads; {gpu.name} runs {at_once} clusters at once"
-    rounds = _rounds(num_heads, gpu)
-    if rounds > _MOST_ROUNDS:
-        return Choice(mla_query.SEPARATE, None, f"{told}, and twice as many with two blocks an SM")
-    return Choice(MLA_QUERY, _FEW_AND_MANY[MLA_QUERY][rounds - 1], told)
+    few, many = _FEW_AND_MANY[MLA_QUERY]
+    told = f"{gpu.name} runs {gpu.clusters_at_once(mla_query.CLUSTER)} at once"
+    reason = f"no measured table has {num_heads} heads, a cluster each; {told}"
+    return Choice(MLA_QUERY, few if _at_once(num_heads, gpu) else many, reason)
 
 
 def _nearest(sizes: Iterable[int], num_rows: float) -> int:

@@ -1,4 +1,4 @@
-"""``python -m k3cupy bench``."""
+"""``k3cupy bench``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
-from k3cupy.cli.options import named_shapes, preset_option, shape_option
+from k3cupy.cli.options import OutFile, named_shapes, preset_option, shape_option
 from k3cupy.projections import MODELS, of_degree
 from k3cupy.runtime.errors import reject
 
@@ -45,9 +45,7 @@ def _result_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--commit", default=None, help="The commit, where the sources are no git checkout."
         ),
-        click.option(
-            "--json", "path", type=click.Path(path_type=Path), help="Write the results there."
-        ),
+        click.option("--json", "path", type=OutFile(), help="Write the results there."),
     ):
         added = option(added)
     return added
@@ -70,6 +68,11 @@ def _chain_options(producer: str) -> Callable[[Callable[..., None]], Callable[..
     return add
 
 
+def _need_torch() -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise click.ClickException("bench needs PyTorch: pip install torch")
+
+
 def _candidates(
     context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
 ) -> tuple[Any, ...] | None:
@@ -85,10 +88,9 @@ def _candidates(
 
 
 def _need_gpu() -> None:
-    try:
-        import torch
-    except ImportError as error:
-        raise click.ClickException("bench needs PyTorch: pip install torch") from error
+    _need_torch()
+    import torch
+
     if not torch.cuda.is_available():
         raise click.ClickException("bench needs a CUDA GPU; PyTorch sees none")
 
@@ -100,10 +102,18 @@ def _need_matplotlib(plot: Path | None) -> None:
 
 def _measured(entries: Iterable[_Entry]) -> list[_Entry]:
     """Return all entries, or those that are there when somebody presses Ctrl-C."""
+    from rich.progress import SpinnerColumn, TimeElapsedColumn
+
+    from k3cupy.runtime.text import progress_bar
+
     found: list[_Entry] = []
+    bar = progress_bar(SpinnerColumn(), "{task.completed} measured", TimeElapsedColumn())
     try:
-        for entry in entries:
-            found.append(entry)
+        with bar:
+            task = bar.add_task("", total=None)
+            for entry in entries:
+                found.append(entry)
+                bar.advance(task)
     except KeyboardInterrupt:
         if not found:
             raise
@@ -141,12 +151,13 @@ def decode_command(
 
     PDL on and off. An empty kernel and the unfused PyTorch operations are measured in the same run.
     """
-    _need_gpu()
+    _need_torch()
     from k3cupy.bench import decode
 
     unknown = [kind for kind in kinds if kind not in decode.KINDS]
     if unknown:
         raise click.BadParameter(f"{unknown[0]!r} is none of {', '.join(decode.KINDS)}")
+    _need_gpu()
     around = producer, consumer
     every = kinds or decode.KINDS, tokens or decode.TOKENS
     runs = [decode.run(*every, heads, [("chain", True)], around)]
@@ -180,7 +191,7 @@ def prefill_command(
     A device-to-device copy of as many bytes, a kernel that copies them one warp a row, and the
     unfused PyTorch operations are measured in the same run.
     """
-    _need_gpu()
+    _need_torch()
     from k3cupy.bench import prefill
     from k3cupy.kernels.mla_prefill import OPS
 
@@ -189,6 +200,7 @@ def prefill_command(
     unknown = [op for op in wanted if op not in OPS]
     if unknown:
         raise click.BadParameter(f"{unknown[0]!r} is none of {', '.join(names)}")
+    _need_gpu()
     around = producer, consumer
     entries = prefill.run(wanted or OPS, tokens or prefill.TOKENS, heads, rope, around)
     _show(prefill.as_document(_measured(entries), commit, around), path)
@@ -198,7 +210,7 @@ def prefill_command(
 @shape_option("N x K as 2112x7168; all of Kimi-K3's by default.")
 @preset_option("The weights of a named model.")
 @click.option("--tokens", multiple=True, type=click.IntRange(1, 64), help="M; the table's.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw the times over the floor.")
+@click.option("--plot", type=OutFile(), help="Draw the times over the floor.")
 @_chain_options("end")
 @_result_options
 def gemm_command(
@@ -216,11 +228,11 @@ def gemm_command(
     Cold and hot weights, packed and strided x, with and without the promise of a static weight.
     """
     _need_matplotlib(plot)
+    wanted = named_shapes(shapes, preset)
     _need_gpu()
     from k3cupy.bench import gemm
     from k3cupy.choose.gemm import TOKEN_CLASSES
 
-    wanted = named_shapes(shapes, preset)
     around = producer, consumer
     entries = gemm.run(wanted, tokens or TOKEN_CLASSES, around)
     document = gemm.as_document(_measured(entries), commit, around)
@@ -252,10 +264,10 @@ def linear_command(
     That is what vLLM's own table for an H200 names. F.linear and the best of our tables are
     measured too, and the two projections that read a slice of a wider tensor.
     """
+    wanted = named_shapes(shapes, preset)
     _need_gpu()
     from k3cupy.bench import linear
 
-    wanted = named_shapes(shapes, preset)
     around = producer, consumer
     entries = linear.run(wanted, tokens or linear.TOKENS, around)
     _show(linear.as_document(_measured(entries), commit, around), path)
@@ -272,7 +284,7 @@ def linear_command(
     help="mla-front in fewer launches: what may compute qkv_a, as fused_a/8/16/512/4/4/8/1/1/2; "
     "the best of these runs. By default what the tables list, and that with fewer stages.",
 )
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw where the time goes.")
+@click.option("--plot", type=OutFile(), help="Draw where the time goes.")
 @_result_options
 def window_command(
     kinds: tuple[str, ...],
@@ -348,11 +360,38 @@ def host_command(path: Path | None, commit: str | None) -> None:
 @_result_options
 def start_command(model: str, tp: int, path: Path | None, commit: str | None) -> None:
     """The start of a server's kernels, in fresh processes: cold, warm, of a bundle, 8 at once."""
-    _need_gpu()
     of_degree(model, tp)
+    _need_gpu()
     from k3cupy.bench import start
 
     _show(start.as_document(_measured(start.run(model, tp)), commit), path)
+
+
+@bench.command("plot")
+@click.argument("result", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("picture", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--kind", "kinds", multiple=True, help="Only these, as a window; all by default.")
+def plot_command(result: Path, picture: Path, kinds: tuple[str, ...]) -> None:
+    """Draw RESULT, a file of a benchmark, as PICTURE; no GPU is needed.
+
+    Windows stacked; decode against its floor and peers; speed-up over shapes and M; bandwidth of
+    prefill. The ending of PICTURE names the format: .png, .svg or .pdf.
+    """
+    _need_matplotlib(picture)
+    from k3cupy.bench.plots import PLOTS
+
+    try:
+        document = json.loads(result.read_text(encoding="utf-8"))
+        draw = PLOTS[document["benchmark"]]
+    except (ValueError, KeyError, TypeError) as error:
+        message = f"RESULT: expected results of {', '.join(PLOTS)}, got {result}"
+        raise click.ClickException(message) from error
+    entries = [e for e in document["entries"] if not kinds or e["kind"] in kinds]
+    if not entries:
+        known = ", ".join(dict.fromkeys(e["kind"] for e in document["entries"]))
+        raise click.ClickException(f"--kind: expected some of {known}, got {', '.join(kinds)}")
+    draw({**document, "entries": entries}, picture)
+    click.echo(f"wrote {picture}")
 
 
 @bench.command("apply")
@@ -382,5 +421,6 @@ def apply_command(results: tuple[Path, ...], tables: Path | None, page: Path | N
                 told = f"{results[-1]}, which is not one ({type(error).__name__}: {error})"
                 reject("results", "a file made by `python -m k3cupy bench --json`", told)
             report.insert_markdown(page, text, marker)
+            click.echo(f"wrote {page}")
     except (OSError, ValueError) as error:
         raise click.ClickException(str(error)) from error

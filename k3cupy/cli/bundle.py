@@ -1,4 +1,4 @@
-"""``python -m k3cupy bundle``."""
+"""``k3cupy bundle``."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ from pathlib import Path
 import click
 
 from k3cupy import projections
-from k3cupy.runtime import devices
-from k3cupy.runtime.errors import CompileError, ToolchainError
+from k3cupy.cli.options import gpu_of, gpu_option, json_option, show_json
+from k3cupy.runtime.instances import Instance
 from k3cupy.runtime.text import compiling
 
 
 @click.command()
 @click.option("--model", required=True, help=f"One of {', '.join(projections.MODELS)}.")
 @click.option("--tp", type=int, required=True, help="Degree of tensor parallelism, as 8.")
-@click.option(
-    "--gpu",
-    help=f"{', '.join(devices.NAMED)}, or the full name of one; by default that of this machine.",
-)
+@gpu_option
 @click.option(
     "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="The folder."
 )
@@ -26,6 +23,7 @@ from k3cupy.runtime.text import compiling
 @click.option("--batch-invariant", is_flag=True, help="Also for that mode of linear layers.")
 @click.option("--kv-inputs-ready", is_flag=True, help="Also for decode calls with that promise.")
 @click.option("--max-workers", type=click.IntRange(1), help="Compiling threads; one a core.")
+@json_option
 def bundle(
     model: str,
     tp: int,
@@ -35,6 +33,7 @@ def bundle(
     batch_invariant: bool,
     kv_inputs_ready: bool,
     max_workers: int | None,
+    as_json: bool,
 ) -> None:
     """Compile all that a model needs into one folder or wheel; needs no GPU.
 
@@ -42,34 +41,30 @@ def bundle(
     """
     from k3cupy import bundling
 
-    try:
-        here = _of_this_machine() if gpu is None else devices.named(gpu)
-        of_calls = bundling.instances_of(
-            model, tp, here, batch_invariant=batch_invariant, kv_inputs_ready=kv_inputs_ready
-        )
-        wanted = list(dict.fromkeys(of_calls))
-        with compiling() as (found, done):
+    projections.of_degree(model, tp)
+    there = gpu_of(gpu)
+    of_calls = bundling.instances_of(
+        model, tp, there, batch_invariant=batch_invariant, kv_inputs_ready=kv_inputs_ready
+    )
+    wanted: dict[Instance, None] = {}
+    with compiling() as (found, done):
+        for instance in of_calls:  # to choose them takes seconds too
+            wanted[instance] = None
             found(len(wanted))
-            made = (bundling.make_wheel if wheel else bundling.make)(
-                wanted,
-                f"{model} tp{tp}",
-                here,
-                out.absolute(),
-                max_workers=max_workers,
-                on_done=done,
-            )
-    except (OSError, ValueError, ToolchainError, CompileError) as error:
-        raise click.ClickException(str(error)) from error
-    click.echo(f"{len(wanted)} kernels for {model} tp{tp} on {here.name} ({here.arch})")
+        made = (bundling.make_wheel if wheel else bundling.make)(
+            list(wanted),
+            f"{model} tp{tp}",
+            there,
+            out.absolute(),
+            max_workers=max_workers,
+            on_done=done,
+        )
+    path = str(made) if wheel else str(out.absolute())
+    if as_json:
+        show_json({"gpu": there.name, "arch": there.arch, "kernels": len(wanted), "path": path})
+        return
+    click.echo(f"{len(wanted)} kernels for {model} tp{tp} on {there.name} ({there.arch})")
     if wheel:
-        click.echo(f"wrote {made}; pip install it where k3cupy is")
+        click.echo(f"wrote {path}; pip install it where k3cupy is")
     else:
-        click.echo(f"wrote {out}; set K3CUPY_BUNDLE={out.absolute()}")
-
-
-def _of_this_machine() -> devices.DeviceInfo:
-    try:
-        return devices.info(devices.ordinal_of(None))
-    except ToolchainError as error:
-        told = f"--gpu: expected the name of a GPU, as h200, for none is found here: {error}"
-        raise ToolchainError(told) from error
+        click.echo(f"wrote {out}; set K3CUPY_BUNDLE={path}")

@@ -1,4 +1,4 @@
-"""``python -m k3cupy tune``."""
+"""``k3cupy tune``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from typing import Any
 
 import click
 
-from k3cupy.cli.options import preset_option, shape_option
+from k3cupy.cli.options import (
+    OutFile,
+    gpu_option,
+    json_option,
+    preset_option,
+    shape_option,
+    show_json,
+)
 from k3cupy.projections import preset_shapes
 from k3cupy.runtime import devices
 from k3cupy.runtime.errors import CompileError, ToolchainError, shown
@@ -58,7 +65,7 @@ def _part(context: click.Context, parameter: click.Parameter, text: str | None) 
 @click.option("--residual/--no-residual", default=True, help="With a residual too; the default.")
 @click.option("--again", is_flag=True, help="Measure also what is measured already.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be measured.")
-@click.option("--export", type=click.Path(path_type=Path), help="Write a file to share.")
+@click.option("--export", type=OutFile(), help="Write a file to share.")
 @click.option(
     "--import",
     "source",
@@ -66,6 +73,8 @@ def _part(context: click.Context, parameter: click.Parameter, text: str | None) 
     help="Add such a file to what is measured here; measure nothing.",
 )
 @click.option("--device", type=int, default=None, help="GPU ordinal; the current one by default.")
+@gpu_option
+@json_option
 def tune(
     op: str,
     again: bool,
@@ -74,6 +83,8 @@ def tune(
     source: Path | None,
     device: int | None,
     part: slice | None,
+    gpu: str | None,
+    as_json: bool,
     **named: Any,
 ) -> None:
     """Measure on this GPU which kernel and configuration each call is to take, and keep it.
@@ -84,19 +95,30 @@ def tune(
     options: dict[str, Any] = {
         name: None if value == () else value for name, value in named.items()
     }
+    if gpu is not None and not dry_run:
+        raise click.UsageError("--gpu is of --dry-run: what is measured is this machine's GPU")
     try:
         if part is not None:
             if options["preset"] is None:
                 raise click.UsageError("--part is of a --preset")
             options["shapes"] = preset_shapes(options.pop("preset"))[part]
         if source is not None:
-            gpu = devices.info(devices.ordinal_of(device))
-            count = len(files.import_file(source, gpu))
-            click.echo(f"{count} measurements of {gpu.name} were added")
+            here = devices.info(devices.ordinal_of(device))
+            count = len(files.import_file(source, here))
+            if as_json:
+                show_json({"gpu": here.name, "added": count})
+            else:
+                click.echo(f"{count} measurements of {here.name} were added")
             return
         if dry_run:
             targets = tuning.targets_of(op, **options)
-            click.echo(tuning.prepare(targets, again=again, device=device))
+            there = None if gpu is None else devices.named(gpu)
+            job = tuning.prepare(targets, again=again, device=device, gpu=there)
+            if as_json:
+                todo = [{"problem": each.problem, "tokens": each.tokens} for each in job.todo]
+                show_json({"gpu": job.gpu.name, "known": len(targets) - len(todo), "todo": todo})
+            else:
+                click.echo(job)
             return
         report = tuning.tune(op=op, again=again, export=export, device=device, **options)
     except (OSError, TypeError, ValueError, ToolchainError, CompileError) as error:
@@ -109,6 +131,9 @@ def tune(
             err=True,
         )
         sys.exit(_INTERRUPTED)
+    if as_json:
+        show_json(report.to_dict())
+        return
     click.echo(report)
     if export is not None:
         click.echo(f"wrote {export}")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from k3cupy.runtime.text import plain, printable
+from k3cupy.runtime.text import Shown, table_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -76,7 +76,7 @@ class TargetRow:
     handed_back: Mapping[str, int] = field(default_factory=dict)
 
 
-class EngineReport:
+class EngineReport(Shown):
     """The targets of an engine in this process, and what became of their calls.
 
     It has a length, can be iterated and indexed by name (``TargetRow``), and prints as a table.
@@ -144,29 +144,14 @@ class EngineReport:
 
     def __rich__(self) -> Table:
         """The table, for ``rich.print``."""
-        from rich.table import Table
-        from rich.text import Text
-
         title = (
             f"k3cupy in {self.engine}: {self.installed} of {len(self)} targets installed, "
             f"{self.served} calls served, {self.handed_back} handed back"
         )
-        table = Table(title=title, title_justify="left", min_width=len(title))
-        for header in ("target", "served", "handed back", "why"):
-            table.add_column(header, justify="right" if header.startswith(("s", "h")) else "left")
-        for row in self._rows:
-            for cells in _lines(row):
-                table.add_row(*(Text(printable(cell)) for cell in cells))  # strings hold markup
+        lines = [line for row in self._rows for line in _lines(row)]
+        table = table_of(("target", " served", " handed back", "why"), lines, title)
+        table.min_width = len(title)
         return table
-
-    def __str__(self) -> str:
-        """The table as plain text."""
-        return plain(self.__rich__(), _WIDTH)
-
-    __repr__ = __str__
-
-
-_WIDTH = 120
 
 
 def _lines(row: TargetRow) -> list[tuple[str, str, str, str]]:

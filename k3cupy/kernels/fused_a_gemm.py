@@ -286,7 +286,8 @@ class FusedAGemmConfig(Tuned):
         The copy engine fetches rows of x that begin at multiples of 16 bytes; for others it is the
         kernel of ``with_copy_warps``.
         """
-        return Instance(SOURCE, self.name_expression(variant), own_arch=self.needs_warpgroups)
+        name, own = self.name_expression(variant), self.needs_warpgroups
+        return Instance(SOURCE, name, own_arch=own, dynamic_shared_bytes=self.shared_bytes)
 
     def __str__(self) -> str:
         """For people: ``tile 8x16x512, 8+8 stages, 8x1 warps, split 1, 4 copy warps``."""

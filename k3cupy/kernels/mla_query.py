@@ -133,7 +133,9 @@ class MlaQueryConfig(Tuned):
 
     def instance(self, variant: Variant) -> Instance:
         """Return what ``runtime.instances`` compiles."""
-        return Instance(SOURCE, self.name_expression(variant))
+        name = self.name_expression(variant)
+        shared = self.shared_bytes(variant.tile_m)
+        return Instance(SOURCE, name, dynamic_shared_bytes=shared)
 
     def __str__(self) -> str:
         """For people: ``8 warps, 0 of 6 steps in shared memory``."""

@@ -111,7 +111,8 @@ class MlaValueConfig(Tuned):
 
     def instance(self, variant: Variant) -> Instance:
         """Return what ``runtime.instances`` compiles."""
-        return Instance(SOURCE, self.name_expression(variant))
+        name = self.name_expression(variant)
+        return Instance(SOURCE, name, dynamic_shared_bytes=self.shared_bytes(variant))
 
     def __str__(self) -> str:
         """For people: ``tile of 8 tokens and 16 columns, 8 warps``."""

@@ -178,7 +178,9 @@ def _ends_with_output(first: Any, second: Any, third: Any) -> bool:
 def explain_fused_a_gemm(*args: Any, **kwargs: Any) -> Choice:
     """Say what ``fused_a_gemm`` would run, and why; launch nothing.
 
-    Takes the arguments of that function, and raises the same errors.
+    Takes the arguments of that function, and raises the same errors. ``gpu=`` asks for a
+    GPU that need not be here, whatever device the tensors are on: ``"h200"``, the name that its
+    driver gives, or an architecture.
 
     Example:
         >>> import torch, k3cupy

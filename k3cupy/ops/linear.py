@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from k3cupy.accept import checks, gemm
@@ -19,8 +20,8 @@ from k3cupy.ops import batch_invariance, framework_linear, fused_a_gemm, skinny_
 from k3cupy.ops.dispatch_report import Counter, counter_of, counters
 from k3cupy.runtime import devices, producers, sources, tracing
 from k3cupy.runtime.devices import DeviceInfo
-from k3cupy.runtime.errors import CaptureError, MissingError, ToolchainError, reject, shown
-from k3cupy.runtime.tensors import ALIGNMENT, is_integer, is_traced, pytorch, span
+from k3cupy.runtime.errors import CaptureError, MissingError, ToolchainError
+from k3cupy.runtime.tensors import ALIGNMENT, is_traced, pytorch, span
 from k3cupy.runtime.warn import warn_user
 
 _probe = OURS.arguments.probe
@@ -130,10 +131,12 @@ def explain_low_latency_gemm(
     *,
     batch_invariant: bool | None = None,
     out_dtype: Any = None,
+    gpu: Any = None,
 ) -> Choice:
     """Say what ``try_low_latency_gemm`` would run, and why; launch and count nothing.
 
-    Takes the tensors, the mode and the type of that function.
+    Takes the tensors, the mode and the type of that function, and a ``gpu`` that need not be here,
+    as ``select_backend`` does: then tensors of the CPU are taken as if they were on it.
 
     Returns:
         Kernel, configuration, and the reason: of a fall-back what keeps the call from our kernels.
@@ -152,47 +155,8 @@ def explain_low_latency_gemm(
     invariant = batch_invariance.resolved(batch_invariant)
     if out_dtype is not None:
         out_dtype = gemm.out_dtype_of(out_dtype)
-    return _completed(*_decide(values, invariant, False, out_dtype))
-
-
-def select_backend(
-    num_tokens: int, n: int, k: int, *, device: Any = None, has_residual: bool = False
-) -> str | None:
-    """Return the kernel that the plans have for a product: ``"fused_a"``, ``"skinny"`` or None.
-
-    Args:
-        num_tokens: rows of x.
-        n: rows of the weight.
-        k: its columns.
-        device: ordinal, ``"cuda:1"``, ``torch.device`` or ``DeviceInfo``; None: the current GPU.
-        has_residual: a residual is added.
-
-    Returns:
-        None: the framework's linear; also where there is no GPU, and for no tokens.
-
-    Raises:
-        ValueError: a number is negative or no tensor's, or there is no such device.
-
-    Example:
-        >>> import k3cupy
-        >>> from k3cupy.runtime.devices import DeviceInfo
-        >>> h200 = DeviceInfo(0, "NVIDIA H200", (9, 0), 132, 232_448)
-        >>> k3cupy.select_backend(300, 2112, 7168, device=h200) is None
-        True
-    """
-    for name, value in (("num_tokens", num_tokens), ("n", n), ("k", k)):
-        if not is_integer(value) or not 0 <= value < 1 << 63:
-            reject(name, "an integer from 0 to 2^63 - 1", shown(value))
-    try:
-        gpu = device if isinstance(device, DeviceInfo) else devices.info(devices.ordinal_of(device))
-    except ToolchainError:
-        return None
-    if 0 in (num_tokens, n, k):
-        return None
-    invariant = batch_invariance.is_batch_invariant()
-    num_tokens, n, k = map(int, (num_tokens, n, k))
-    found = choose(ALL, n, k, num_tokens, gpu, residual=has_residual, batch_invariant=invariant)
-    return None if found.is_fallback else found.kernel
+    there = None if gpu is None else devices.named(gpu)
+    return _completed(*_decide(values, invariant, False, out_dtype, there), there)
 
 
 # --- A call --------------------------------------------------------------------------------------
@@ -391,6 +355,8 @@ def make_route(
 
 
 def _framework_route(choice: Choice, values: Values) -> _Route:
+    if choice.runs_on == "cpu":
+        sources.warn_unused()
     check = producers.storage_check(OURS.arguments.names, values)
     check(values)  # or one storage that is too short would send every call of its signature here
     return _Route(_counter_of(choice, values), check, _repeat_of_framework, None)
@@ -427,7 +393,11 @@ def _repeat_of_framework(values: Values, _: Any = None) -> Repeat | None:
 
 
 def _decide(
-    values: Values, batch_invariant: bool, weight_is_static: bool, out_dtype: str | None
+    values: Values,
+    batch_invariant: bool,
+    weight_is_static: bool,
+    out_dtype: str | None,
+    gpu: DeviceInfo | None = None,
 ) -> tuple[GemmProblem | None, Choice]:
     """Return what our kernels would compute, where they take the call, and what is to run.
 
@@ -435,14 +405,15 @@ def _decide(
     """
     try:
         static = weight_is_static
-        problem = gemm.accept(OURS, LINEAR, values, weight_is_static=static, out_dtype=out_dtype)
+        limits = LINEAR if gpu is None else replace(LINEAR, anywhere=True)
+        problem = gemm.accept(OURS, limits, values, weight_is_static=static, out_dtype=out_dtype)
     except (TypeError, ValueError) as error:
         for name, value in zip(OURS.arguments.names, values, strict=True):
             if value is not None or name in OURS.arguments.required:
                 producers.check(value, name)  # what is no tensor at all is the caller's mistake
         return None, _fallback(error, batch_invariant, values)
     try:
-        gpu = devices.info(problem.x.device_index)
+        gpu = gpu or devices.info(problem.x.device_index)
     except ToolchainError as error:
         warn_user(f"low-latency linear: no kernel of ours can run: {error}")
         return None, _fallback(error, batch_invariant, values)
@@ -458,11 +429,13 @@ def _decide(
     return problem, choice
 
 
-def _completed(problem: GemmProblem | None, choice: Choice) -> Choice:
+def _completed(
+    problem: GemmProblem | None, choice: Choice, gpu: DeviceInfo | None = None
+) -> Choice:
     """Return a choice with the instance and the launch attribute of a call."""
     if problem is None or choice.kernel == FRAMEWORK:
         return choice
-    has_pdl = devices.info(problem.x.device_index).has_pdl
+    has_pdl = (gpu or devices.info(problem.x.device_index)).has_pdl
     return _OPERATIONS[choice.kernel].complete(problem, choice, has_pdl)
 
 

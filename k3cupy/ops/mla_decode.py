@@ -123,7 +123,9 @@ def fused_mla_decode_q_concat_kv_cache_insert(
 def explain_mla_decode(*args: Any, **kwargs: Any) -> Choice:
     """Say what ``fused_mla_decode_q_concat_kv_cache_insert`` would run, and why; launch nothing.
 
-    Takes the arguments of that function, and raises the same errors.
+    Takes the arguments of that function, and raises the same errors. ``gpu=`` asks for a
+    GPU that need not be here, whatever device the tensors are on: ``"h200"``, the name that its
+    driver gives, or an architecture.
     """
     return _OPERATION.explain(args, kwargs)
 

@@ -87,7 +87,8 @@ def fused_q_kv_rmsnorm(
 def explain_q_kv_rmsnorm(*args: Any, **kwargs: Any) -> Choice:
     """Say what ``fused_q_kv_rmsnorm`` would run, and why; launch nothing.
 
-    Takes the arguments of that function, and raises the same errors.
+    Takes the arguments of that function, and raises the same errors. ``gpu=`` asks for a
+    GPU that need not be here, as ``explain_mla_decode`` does.
 
     Example:
         >>> import torch, k3cupy

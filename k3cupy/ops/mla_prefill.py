@@ -288,7 +288,8 @@ def explain_mla_prefill(op: str, /, *args: Any, **kwargs: Any) -> Choice:
     Args:
         op: its name.
         args: its positional arguments.
-        kwargs: its keyword arguments.
+        kwargs: its keyword arguments; and ``gpu``, to ask for a GPU that need not be here,
+            whatever device the tensors are on: ``"h200"``, its driver's name, or an architecture.
 
     Example:
         >>> import torch, k3cupy

@@ -148,7 +148,8 @@ def fused_mla_decode_query(
 def explain_mla_decode_query(*args: Any, **kwargs: Any) -> Choice:
     """Say what ``fused_mla_decode_query`` would run, and why; launch nothing.
 
-    Takes the arguments of that function, and raises the same errors.
+    Takes the arguments of that function, and raises the same errors. ``gpu=`` asks for a
+    GPU that need not be here, as ``explain_mla_decode`` does.
 
     Returns:
         Of one launch its configuration. ``kernel`` is ``"separate"`` where several kernels run,
@@ -195,7 +196,7 @@ def _choose(problem: mla.MlaProblem, gpu: DeviceInfo, given: Given) -> Choice:
     if why is not None:
         found = Choice(kernel.SEPARATE, None, why)
     pdl = gpu.has_pdl and given["pdl"] is not False
-    return replace(found, reason=f"{found.reason}: {mla_separate.told(problem, pdl)}")
+    return replace(found, reason=f"{found.reason}: {mla_separate.told(problem, pdl, gpu)}")
 
 
 def _compute(problem: mla.MlaProblem, arrays: dict[str, Any]) -> None:

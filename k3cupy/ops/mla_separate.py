@@ -77,13 +77,13 @@ _OF_EPILOGUE = (
 )
 
 
-def told(problem: MlaProblem, pdl: bool) -> str:
-    """Say which kernels these are for a call."""
+def told(problem: MlaProblem, pdl: bool, gpu: DeviceInfo) -> str:
+    """Say which kernels these are for a call on a GPU."""
     norm, absorbed, epilogue = (
-        operation.choice(operation.accept(values, options), options).what
+        operation.choice(operation.accept(values, options), options, gpu).what
         for operation, values, options in _parts(problem, pdl)
     )
-    second = linear.explain_low_latency_gemm(*_q_b(problem))
+    second = linear.explain_low_latency_gemm(*_q_b(problem), gpu=gpu)
     q_b = "the framework's linear" if second.is_fallback else second.what
     parts = {"norms": norm, "q_b": q_b, "absorbed query": absorbed, "epilogue": epilogue}
     return "; ".join(f"{name} by {what}" for name, what in parts.items())

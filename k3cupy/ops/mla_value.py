@@ -80,7 +80,8 @@ def fused_mla_decode_value(
 def explain_mla_decode_value(*args: Any, **kwargs: Any) -> Choice:
     """Say what ``fused_mla_decode_value`` would run, and why; launch nothing.
 
-    Takes the arguments of that function, and raises the same errors.
+    Takes the arguments of that function, and raises the same errors. ``gpu=`` asks for a
+    GPU that need not be here, as ``explain_mla_decode`` does.
 
     Example:
         >>> import torch, k3cupy

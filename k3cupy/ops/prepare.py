@@ -56,8 +56,8 @@ def prepare(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Prepa
     are not counted in ``dispatch_report``.
 
     On other tensors (of the CPU, of CuPy, JAX and others), with a stream of its own, with
-    K3CUPY_CHECK, or where the framework's linear runs, the function is the operation itself with
-    its arguments filled in: it checks what that checks, and costs as much.
+    K3CUPY_CHECK, or where the framework's linear or separate kernels run, the function is the
+    operation itself with its arguments filled in: it checks what that checks, and costs as much.
 
     Args:
         function: an operation of this package; of the two names of the fused-A GEMM,

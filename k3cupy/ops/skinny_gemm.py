@@ -94,7 +94,9 @@ def skinny_gemm(
 def explain_skinny_gemm(*args: Any, **kwargs: Any) -> Choice:
     """Say what ``skinny_gemm`` would run, and why; launch nothing.
 
-    Takes the arguments of that function, and raises the same errors.
+    Takes the arguments of that function, and raises the same errors. ``gpu=`` asks for a
+    GPU that need not be here, whatever device the tensors are on: ``"h200"``, the name that its
+    driver gives, or an architecture.
 
     Example:
         >>> import torch, k3cupy

@@ -128,15 +128,15 @@ def warmup(
 
 def wanted_of(op: str, options: dict[str, Any]) -> Wanted:
     """Check the options of a warm-up and return what it will compile."""
-    if op not in _OPERATIONS:
-        reject("op", " or ".join(map(repr, _OPERATIONS)), shown(op))
-    known = inspect.signature(_OPERATIONS[op]).parameters
+    if op not in OPERATIONS:
+        reject("op", " or ".join(map(repr, OPERATIONS)), shown(op))
+    known = inspect.signature(OPERATIONS[op]).parameters
     for name, value in options.items():
         if name not in known:
             reject(name, f"one of {', '.join(known)} with op={op!r}", shown(value), error=TypeError)
         if str(known[name].annotation).startswith("Flags"):
             _check_flags(name, value, known[name].default)
-    return _OPERATIONS[op](**options)
+    return OPERATIONS[op](**options)
 
 
 def _check_flags(name: str, value: Any, default: Any) -> None:
@@ -415,7 +415,7 @@ def _low_latency_linear(
     return wanted
 
 
-_OPERATIONS: dict[str, Callable[..., Wanted]] = {
+OPERATIONS: dict[str, Callable[..., Wanted]] = {
     "mla_decode": _mla_decode,
     "mla_norm": _mla_norm,
     "mla_query": _mla_query,

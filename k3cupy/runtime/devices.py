@@ -81,15 +81,22 @@ NAMED = {
     "b200": DeviceInfo(0, "NVIDIA B200", (10, 0), 148, 232_448),
     "b300": DeviceInfo(0, "NVIDIA B300 SXM6 AC", (10, 3), 148, 232_448),
     "gb300": DeviceInfo(0, "NVIDIA GB300", (10, 3), 152, 232_448),
+    "a10": DeviceInfo(0, "NVIDIA A10", (8, 6), 72, 101_376),
+    "rtx-4090": DeviceInfo(0, "NVIDIA GeForce RTX 4090", (8, 9), 128, 101_376),
+    "rtx-5090": DeviceInfo(0, "NVIDIA GeForce RTX 5090", (12, 0), 170, 101_376),
 }
-"""Servers' GPUs, as their drivers describe them, for what is made on a machine without one."""
+"""GPUs as their drivers describe them, for what is made or asked on a machine without one."""
+
+_OF_ARCH = {NAMED[short].arch: short for short in NAMED if short not in ("h100", "gb300")}
+"""Which of them an architecture means; of sm_90 it is the one that was measured."""
 
 
-def named(name: str) -> DeviceInfo:
+def named(name: str | DeviceInfo) -> DeviceInfo:
     """Return the facts about a GPU that need not be here.
 
     Args:
-        name: one of ``NAMED``, in any case, or the name that its driver gives.
+        name: one of ``NAMED``, in any case, the name that its driver gives, or an architecture as
+            ``"sm_90"``, for the H200. A ``DeviceInfo`` is returned as it is.
 
     Raises:
         ValueError: no such GPU is known.
@@ -98,10 +105,17 @@ def named(name: str) -> DeviceInfo:
         >>> named("h200").num_sms
         132
     """
-    for short, gpu in NAMED.items():
-        if name.lower() in (short, gpu.name.lower()):
-            return gpu
-    reject("gpu", " or ".join((*NAMED, *(gpu.name for gpu in NAMED.values()))), shown(name))
+    if isinstance(name, DeviceInfo):
+        return name
+    if isinstance(name, str):
+        wanted = _OF_ARCH.get(name.lower(), name.lower())
+        for short, gpu in NAMED.items():
+            if wanted in (short, gpu.name.lower()):
+                return gpu
+    known = f"{', '.join(NAMED)}, the name that its driver gives, or one of {', '.join(_OF_ARCH)}"
+    hint = "Of another GPU describe what it has by a k3cupy.runtime.devices.DeviceInfo"
+    kind = ValueError if isinstance(name, str) else TypeError
+    reject("gpu", known, shown(name), hint, kind)
 
 
 def count() -> int:
@@ -134,14 +148,17 @@ def ordinal_of(device: Any) -> int:
         ValueError: there is no such GPU.
         ToolchainError: CuPy is missing or the driver gives no GPU.
     """
-    number = count()
     kind, index = getattr(device, "type", "cuda"), getattr(device, "index", device)
     if isinstance(device, str):
         kind, _, text = device.partition(":")
         index = int(text) if text.isdigit() else text or None
+    if kind != "cuda" or not (index is None or (is_integer(index) and index >= 0)):
+        hint = "A GPU that is not here is named by gpu=, where a function has it"
+        reject("device", "a GPU ordinal, as 0 or 'cuda:0'", shown(device), hint)
+    number = count()
     if index is None:
         index = toolchain.cupy().cuda.runtime.getDevice()
-    if kind != "cuda" or not is_integer(index) or not 0 <= index < number:
+    if index >= number:
         reject("device", f"a GPU ordinal below {number}", shown(device))
     return int(index)
 

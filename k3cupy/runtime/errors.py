@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -44,6 +45,22 @@ def reject(
     if len(got) > _MOST_CHARACTERS:
         got = f"{got[: _MOST_CHARACTERS // 2]} ... {got[-_MOST_CHARACTERS // 4 :]}"
     raise error(f"{name}: expected {expected}, got {got}" + (f". {hint}" if hint else ""))
+
+
+def refused_by_nvrtc(path: object, what: str, log: str, hint: str = "") -> CompileError:
+    """Return the error of a source that does not compile; raise it ``from None``.
+
+    The compiler's exception holds the same log, which a traceback would show a second time.
+
+    Args:
+        path: of the source.
+        what: was refused.
+        log: of NVRTC.
+        hint: what else may be the reason.
+    """
+    log = re.sub(r"^\d+: NVRTC_ERROR\w+(, compilation log:)?", "", log.strip("\0 \n")).strip()
+    log = re.sub(r'in the compilation of "[^"\n]*"', f'in the compilation of "{path}"', log)
+    return CompileError("\n".join(filter(None, [f"{path}: NVRTC refused {what}", log, hint])))
 
 
 class _Short(reprlib.Repr):

@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from k3cupy.runtime import devices, env, sources, toolchain
-from k3cupy.runtime.errors import BusyError, CompileError, MissingError, ToolchainError
+from k3cupy.runtime.errors import BusyError, MissingError, ToolchainError, refused_by_nvrtc
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -33,7 +33,8 @@ class Instance:
     """A kernel to be: ``source`` is a file of ``cuda_src``, ``name_expression`` picks the template.
 
     With ``own_arch`` it uses instructions that only one architecture has, and is compiled for that
-    of the GPU alone, as ``sm_90a``.
+    of the GPU alone, as ``sm_90a``. ``dynamic_shared_bytes`` is what a launch adds to the shared
+    memory of a block; it is no part of what is compiled.
 
     Example:
         >>> Instance("mla_decode.cu", "k3cupy::mla_decode_epilogue<__nv_bfloat16, ...>").source
@@ -43,6 +44,7 @@ class Instance:
     source: str
     name_expression: str
     own_arch: bool = False
+    dynamic_shared_bytes: int = field(default=0, compare=False, repr=False)
 
     def arch_on(self, arch: str) -> str:
         """Return what it is compiled for on GPUs of an architecture such as ``"sm_90"``."""
@@ -233,11 +235,9 @@ def _ready(instance: Instance, source: sources.Source, device: int) -> LoadedKer
             _ = function.num_regs
             kernel = core.Kernel.from_handle(function.kernel.ptr)
     except cupy.cuda.compiler.CompileException as error:
-        raise CompileError(
-            f"{source.directory / instance.source}: NVRTC refused "
-            f"{instance.name_expression}\n{error}\n"
-            f"{toolchain.describe_versions(toolchain.nvrtc_version())}"
-        ) from error
+        versions = toolchain.describe_versions(toolchain.nvrtc_version())
+        path = source.directory / instance.source
+        raise refused_by_nvrtc(path, instance.name_expression, str(error), versions) from None
     except (cupy.cuda.driver.CUDADriverError, cupy.cuda.runtime.CUDARuntimeError) as error:
         driver = toolchain.driver_release()
         if driver is None:  # CUDA's own words for that are those for an old one

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from k3cupy.runtime import env
 from k3cupy.runtime.errors import ToolchainError, reject, shown
+from k3cupy.runtime.warn import warn_user
 
 _OF_BENCHMARKS = "bench"
 _SPACE = rb"(?:\s|/\*(?:[^*]|\*(?!/))*\*/)*"
@@ -104,6 +105,25 @@ def shipped() -> Path:
 def overridden() -> str | None:
     """Return the folder that replaces the shipped sources, or None."""
     return override.get() or env.source_dir()
+
+
+def warn_unused() -> None:
+    """Warn, where edited sources are named, that a call on CPU tensors does not look at them.
+
+    Nobody is to take an edit that does not compile for one that works.
+    """
+    named = overridden()
+    if named is None:
+        return
+    try:
+        folder = f"edited sources in {directory()}"
+    except ToolchainError as error:
+        folder = f"sources ({error})"
+    warn_user(
+        f"CPU tensors run the reference in NumPy: the {folder} are neither compiled nor run by "
+        f"this call, whether they are right or not. k3cupy.compile({named!r:.300}) compiles them, "
+        "for any GPU and without one"
+    )
 
 
 def directory() -> Path:

@@ -230,10 +230,13 @@ def options(source_directory: Path) -> tuple[str, ...]:
     return tuple(flag for option in found if not option.cupy_adds for flag in option.flags)
 
 
-def program_options(source_directory: Path, arch: str) -> Any:
-    """Return the same options for cuda-core's ``Program``, with an architecture as ``"sm_90"``."""
+def program_options(source_directory: Path, arch: str, **more: object) -> Any:
+    """Return the same options for cuda-core's ``Program``, with an architecture as ``"sm_90"``.
+
+    ``more`` are fields that change what is told, not what is compiled.
+    """
     fields = {option.field: option.value for option in every_option(source_directory)}
-    return cuda_core().ProgramOptions(arch=arch, **fields)
+    return cuda_core().ProgramOptions(arch=arch, **fields, **more)
 
 
 def nvrtc_version() -> tuple[int, int]:

@@ -70,7 +70,7 @@ def _flags(torch: Any, names: tuple[str, ...], options: tuple[Any, ...]) -> tupl
     flags: dict[str, Any] = {}
     wrong = ""
     for name, option in zip(names, options, strict=True):
-        if option is None or (option is False and name != "pdl"):
+        if name != "eps" and (option is None or (option is False and name != "pdl")):
             continue
         if name == "eps":
             fits = isinstance(option, float | int) and not isinstance(option, bool)

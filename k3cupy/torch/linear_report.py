@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from k3cupy.runtime.text import plain, printable
+from k3cupy.runtime.text import Shown, name_pattern, table_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -70,7 +69,7 @@ class LayerReport:
     reason: str = ""
 
 
-class LinearReport:
+class LinearReport(Shown):
     """The linear layers of a model: those that were installed, and why the others were not.
 
     It has a length, can be iterated and indexed (``LayerReport``), and prints as a table in which
@@ -104,39 +103,27 @@ class LinearReport:
                 return layer
         raise KeyError(name)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return ``installed`` and ``layers``, each with its attributes, as plain values."""
+        return {"installed": self.installed, "layers": [asdict(layer) for layer in self._layers]}
+
     def __rich__(self) -> Table:
         """The table, for ``rich.print``."""
-        from rich.table import Table
-        from rich.text import Text
-
         title = f"Low-latency linear: installed in {self.installed} of {len(self)} linear layers"
-        table = Table(title=title, title_justify="left")
-        for header in ("layer", "count", "N x K", "on", "kernel and its numbers of tokens"):
-            table.add_column(header, justify="right" if header == "count" else "left")
-        for name, example, count in self._lines():
-            cells = map(printable, (name, str(count), *_cells(example)))
-            table.add_row(*map(Text, cells))  # in a string rich looks for markup
-        return table
-
-    def __str__(self) -> str:
-        """The table as plain text."""
-        return plain(self.__rich__(), _WIDTH)
-
-    __repr__ = __str__
+        headers = ("layer", " count", "N x K", "on", "kernel and its numbers of tokens")
+        rows = [(name, str(count), *_cells(example)) for name, example, count in self._lines()]
+        return table_of(headers, rows, title)
 
     def _lines(self) -> list[tuple[str, LayerReport, int]]:
         """Return (name, one of the layers, how many share the line)."""
         groups: dict[tuple[str, LayerReport], list[LayerReport]] = {}
         for layer in self._layers:
-            pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", layer.name)
+            pattern = name_pattern(layer.name)
             groups.setdefault((pattern, replace(layer, name="")), []).append(layer)
         return [
             (pattern if len(group) > 1 else group[0].name or "(itself)", group[0], len(group))
             for (pattern, _), group in groups.items()
         ]
-
-
-_WIDTH = 120
 
 
 def _cells(layer: LayerReport) -> tuple[str, str, str]:

@@ -13,6 +13,7 @@ from k3cupy.accept import checks
 from k3cupy.choose.gemm import ALL, choose
 from k3cupy.kernels.fused_a_gemm import MAX_TOKENS
 from k3cupy.ops import batch_invariance
+from k3cupy.ops.dispatch_report import name_layers
 from k3cupy.ops.warmup import tokens_of
 from k3cupy.ops.warmup import warmup as compile_for
 from k3cupy.runtime import devices
@@ -31,6 +32,7 @@ def enable_low_latency_gemm(
     tokens: int | Sequence[int] | None = None,
     warmup: bool = True,
     batch_invariant: bool | None = None,
+    progress: bool = True,
 ) -> LinearReport:
     """Let the linear layers of a model run k3cupy's kernels where those are the fastest.
 
@@ -56,6 +58,7 @@ def enable_low_latency_gemm(
             that their first calls may come while a CUDA graph is captured.
         batch_invariant: True for kernels with which a row's bits do not depend on the number of
             tokens, False for the fastest, None for what the process-wide mode says at each call.
+        progress: show a bar on standard error while kernels are compiled.
 
     Returns:
         One row a linear layer: name, (N, K), which kernel for which M, or why it was left alone.
@@ -73,7 +76,7 @@ def enable_low_latency_gemm(
         (1, 'on the CPU: framework linear until it moves to a GPU')
     """
     _check_module(module)
-    checks.check_flags(locals(), "warmup")
+    checks.check_flags(locals(), "warmup", "progress")
     counts = tuple(sorted(set(tokens_of(tokens, MAX_TOKENS))))
     from k3cupy.torch import torch_linear, wrappers
 
@@ -84,12 +87,15 @@ def enable_low_latency_gemm(
         for name, layer in torch_linear.linear_layers(module)
     ]
     if warmup:
-        warm_up([row for _, row in layers if row.installed], counts, invariant)
+        warm_up([row for _, row in layers if row.installed], counts, invariant, progress)
     for layer, row in layers:
         if row.installed:
             torch_linear.exchange(layer, batch_invariant, layer in adapted)
         else:
             torch_linear.exchange_back(layer)
+    name_layers(
+        (layer, row.name, row.shape) for layer, row in layers if row.installed and row.shape
+    )
     return LinearReport([row for _, row in layers])
 
 
@@ -178,13 +184,19 @@ def plan_of(
     return spans(kernels), reason
 
 
-def warm_up(layers: Sequence[LayerReport], tokens: Sequence[int], batch_invariant: bool) -> None:
+def warm_up(
+    layers: Sequence[LayerReport],
+    tokens: Sequence[int],
+    batch_invariant: bool,
+    progress: bool = False,
+) -> None:
     """Compile what layers on GPUs will run, with the promise and, for first calls, without.
 
     Args:
         layers: rows of installed layers.
         tokens: every M.
         batch_invariant: whether that mode holds.
+        progress: show a bar.
     """
     shapes: dict[int, dict[tuple[int, int], None]] = {}
     for row in layers:
@@ -195,7 +207,7 @@ def warm_up(layers: Sequence[LayerReport], tokens: Sequence[int], batch_invarian
         compile_for(
             "low_latency_linear",
             device=device,
-            progress=False,
+            progress=progress,
             shapes=tuple(found),
             tokens=tokens,
             weight_is_static=(True, False),

@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from k3cupy.call.choice import LINEAR
 from k3cupy.choose.gemm import FUSED_A, SKINNY
 from k3cupy.choose.table import GEMM, Entry, key_of
-from k3cupy.runtime.text import plain, printable
+from k3cupy.runtime.text import Shown, plain, printable, progress_bar, table_of
 from k3cupy.tuning.engine import Measured
 from k3cupy.tuning.targets import Target
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _MARKS = {FUSED_A: "F", SKINNY: "S"}
 
@@ -31,8 +34,8 @@ def mean_speed_up(entries: Iterable[Entry]) -> str:
     return f"{statistics.geometric_mean(found):.2f} x the framework's linear" if found else ""
 
 
-@dataclass(frozen=True)
-class TuneReport:
+@dataclass(frozen=True, repr=False)
+class TuneReport(Shown):
     """What tuning found; prints as a table.
 
     Attributes:
@@ -51,33 +54,57 @@ class TuneReport:
     refused: tuple[str, ...]
     path: Path | None
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the attributes as plain values, of each entry what was chosen and its time."""
+        entries = [
+            {
+                "problem": entry.problem,
+                "size": entry.size,
+                "kernel": entry.kernel,
+                "config": None if entry.config is None else asdict(entry.config),
+                "us": entry.us,
+                "linear_us": entry.linear_us,
+            }
+            for entry in self.entries
+        ]
+        path = None if self.path is None else str(self.path)
+        return {**vars(self), "entries": entries, "refused": list(self.refused), "path": path}
+
     def __str__(self) -> str:
         """The choice for each problem and size, then what was refused, then where it is kept."""
+        return printable("\n".join([plain(self._table()), *self._remarks()]))
+
+    def __rich__(self) -> Table:
+        """The choices, and the rest below, for ``rich.print`` and notebooks."""
+        table = self._table()
+        table.caption = ". ".join(filter(None, [str(table.caption or ""), *self._remarks()]))
+        return table
+
+    def _remarks(self) -> list[str]:
         before, mean = len(self.entries) - self.num_measured, mean_speed_up(self.entries)
-        lines = [
-            plain(self._table(), 200),
+        return [
             f"{self.num_measured} measured now, {before} before with the same kernels"
             + (f"; {mean} on average (geometric mean)" if mean else ""),
             *(f"refused, not recorded: {line}" for line in self.refused),
             f"kept in {self.path}" if self.path else "kept nowhere: see the warning",
         ]
-        return printable("\n".join(lines))
 
-    def _table(self) -> Any:
-        from rich.table import Table
-
-        title, caption, unit = "microseconds and configuration", "", "{} rows"
+    def _table(self) -> Table:
+        title, caption, unit = "microseconds and configuration", "", " {} rows"
         if self.family == GEMM:
-            title, unit = "speed-up over the framework's linear", "M={}"
+            title, unit = "speed-up over the framework's linear", " M={}"
             caption = "F: fused_a, S: skinny, -: the framework's linear is the fastest"
-        table = Table(title=f"{self.gpu}: {title}", caption=caption)
         sizes = sorted({entry.size for entry in self.entries})
-        table.add_column("problem", no_wrap=True)
-        for size in sizes:
-            table.add_column(unit.format(size), justify="right")
         found = {entry.key: entry for entry in self.entries}
-        for name in dict.fromkeys(entry.problem for entry in self.entries):
-            table.add_row(name, *(_cell(found.get((name, size))) for size in sizes))
+        rows = [
+            (name, *(_cell(found.get((name, size))) for size in sizes))
+            for name in dict.fromkeys(entry.problem for entry in self.entries)
+        ]
+        headers = ("problem", *map(unit.format, sizes))
+        table = table_of(headers, rows, f"{self.gpu}: {title}")
+        for place, column in enumerate(table.columns):
+            column.no_wrap = place == 0
+        table.caption = caption
         return table
 
 
@@ -103,17 +130,16 @@ def watch(
         What takes note of each target that was measured, in their order.
     """
     from rich import progress
-    from rich.console import Console
 
-    console = Console(stderr=True, quiet=quiet)
-    bar = progress.Progress(
+    bar = progress_bar(
         progress.TextColumn("measuring {task.description}"),
         progress.BarColumn(),
         progress.MofNCompleteColumn(),
         progress.TimeRemainingColumn(),
-        console=console,
-        disable=quiet or not console.is_terminal,
+        quiet=quiet,
     )
+    console = bar.console
+    bar.disable = quiet or not (console.is_terminal or console.is_jupyter)
     task = bar.add_task(str(targets[0]), total=len(targets))
     done: list[Measured] = []
 

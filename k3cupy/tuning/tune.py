@@ -156,8 +156,16 @@ class Job:
         return "\n".join(lines)
 
 
-def prepare(targets: Sequence[Target], *, again: bool = False, device: int | None = None) -> Job:
+def prepare(
+    targets: Sequence[Target],
+    *,
+    again: bool = False,
+    device: int | None = None,
+    gpu: DeviceInfo | None = None,
+) -> Job:
     """Return what ``tune`` would measure of some targets; the other arguments are the same.
+
+    With a ``gpu``, which need not be here, it is what would be measured there.
 
     Raises:
         ValueError: the kernels are not those of the package.
@@ -171,7 +179,7 @@ def prepare(targets: Sequence[Target], *, again: bool = False, device: int | Non
             "Unset K3CUPY_SOURCE_DIR or leave source_dir(), or compare with `python -m k3cupy "
             "bench linear`",
         )
-    gpu = devices.info(devices.ordinal_of(device))
+    gpu = gpu or devices.info(devices.ordinal_of(device))
     asked = {target.key for target in targets}
     entries = cache.table(targets[0].family, gpu.name)
     known = {e.key: e for e in entries if not (again and e.key in asked)}
