@@ -60,7 +60,8 @@ pytest = $(PY) $(2) -m pytest -c ../pyproject.toml --rootdir .. $$($(PY) -c \
 
 # When make was called, for the tests to say at their end how long it all took.
 test: export TEST_BEGAN := $(shell date +%s)
-test: $(DEV_ENV) lint docs ## Lint, types, the docs' site, every test that this machine can run, the wheel; and how long it took
+test: $(DEV_ENV) ## Lint, types, the docs' site, every test that this machine can run, the wheel; and how long it took
+	@$(MAKE) --no-print-directory --jobs=4 lint docs
 	@cd tests && $(call pytest,8) --durations=15 --durations-min=1 $(TEST_ARGS)
 
 docs: $(DEV_ENV) ## Build the site of the docs into build/docs; a warning is an error
