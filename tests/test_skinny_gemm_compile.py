@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,9 +37,6 @@ VARIANTS = [
         (False, True), (True, False), (False, True), (True, False), ("bfloat16", "float16")
     )
 ]
-SHAPES, FIRST = 8, 12
-"""Of how many shapes a commit compiles something, and of how many what the model puts first."""
-
 CONFIG = SkinnyGemmConfig(1, 224, 2, 4, 8)
 FOUR_ROWS = SkinnyGemmConfig(4, 128, 3, 1, 8)
 NARROW = SkinnyGemmConfig(8, 96, 2, 2, 4)
@@ -99,39 +97,38 @@ def reserved(arch: str) -> int:
     return 1024 if has_pdl(arch) else 0
 
 
-def ranked(arch: str) -> dict[tuple[int, int], tuple[SkinnyGemmConfig, ...]]:
-    """By K and tokens, of the commit's share of shapes, the likeliest first."""
-    gpu = DeviceInfo(0, "a GPU", (9, 0) if has_pdl(arch) else (8, 0), 132, 232_448)
-    shapes = share_of(projections.shapes(), f"shapes of skinny_gemm for {arch}", SHAPES)
+@functools.cache
+def ranked(has_clusters: bool) -> dict[tuple[int, int], tuple[SkinnyGemmConfig, ...]]:
+    """By K and tokens, of each projection, the likeliest first; tokens of a tile are alike."""
+    gpu = DeviceInfo(0, "a GPU", (9, 0) if has_clusters else (8, 0), 132, 232_448)
     found: dict[tuple[int, int], tuple[SkinnyGemmConfig, ...]] = {}
-    for p, tokens in itertools.product(shapes, (*range(1, 9), 16)):  # those of a tile are alike
+    for p, tokens in itertools.product(projections.shapes(), (*range(1, 9), 16)):
         before = found.get((p.k, tokens), ())
         found[p.k, tokens] = (*before, *candidates(p.n, p.k, tokens, gpu))
     return found
 
 
+def every(arch: str) -> dict[str, Reached]:
+    """By name, of which the number of tokens is no part, and K only as far as it matters."""
+    found: dict[str, Reached] = {}
+    for (k, _), configs in ranked(has_pdl(arch)).items():
+        for config, variant in itertools.product(dict.fromkeys(configs), VARIANTS):
+            instance = Reached(config, replace(variant, k=k))
+            found.setdefault(instance.name, instance)
+    return found
+
+
 def shared(arch: str) -> list[Reached]:
-    """The commit's share of all of each form, and for sm_90 of what the model puts first."""
-    gpu = DeviceInfo(0, "a GPU", (9, 0), 132, 232_448)
-    shapes = projections.shapes() if arch == "sm_90" else ()
+    """The commit's share of all of each form, and for sm_90 what the model puts first."""
+    instances, gpu = every(arch), DeviceInfo(0, "a GPU", (9, 0), 132, 232_448)
     first = [
         Reached(candidates(p.n, p.k, tokens, gpu)[0], replace(VARIANTS[0], k=p.k))
-        for p in share_of(shapes, f"first of skinny_gemm for {arch}", FIRST)
-        for tokens in (1, 8, 16)
+        for p, tokens in itertools.product(projections.shapes(), (1, 8, 16))
+        if arch == "sm_90"
     ]
-    drafts = [
-        (config, variant, k)
-        for (k, _), configs in ranked(arch).items()
-        for config, variant in itertools.product(dict.fromkeys(configs), VARIANTS)
-    ]
-    of_form = [[draft for draft in drafts if draft[0].is_mma is mma] for mma in (False, True)]
-    share = [
-        Reached(config, replace(variant, k=k))
-        for some in of_form
-        for config, variant, k in share_of(some, f"skinny_gemm for {arch}", OTHERS)
-    ]
-    # The number of tokens is no part of a name, and K only as far as it matters.
-    return list({instance.name: instance for instance in (*first, *share)}.values())
+    of_form = [[i for i in instances.values() if i.config.is_mma is mma] for mma in (False, True)]
+    share = [share_of(some, f"skinny_gemm for {arch}", OTHERS) for some in of_form]
+    return list({instance.name: instance for instance in itertools.chain(first, *share)}.values())
 
 
 def weight_loads(program: list[Instruction]) -> list[Instruction]:
@@ -176,7 +173,7 @@ def code_problems(program: list[Instruction], instance: Reached, arch: str) -> l
     return problems
 
 
-@in_programs(sm_90=1, everything=80)
+@in_programs(sm_90=2, everything=80)
 def test_instances(arch: str, part: slice) -> None:
     """They compile, nothing spills, as many blocks fit as was counted on, the code is sound."""
     inspect(SOURCE, shared(arch)[part], arch)
