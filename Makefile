@@ -60,14 +60,15 @@ pytest = $(PY) $(2) -m pytest -c ../pyproject.toml --rootdir .. $$($(PY) -c \
 
 # When make was called, for the tests to say at their end how long it all took.
 test: export TEST_BEGAN := $(shell date +%s)
-test: $(DEV_ENV) lint docs ## Lint, types, the docs' site, every test that this machine can run, the wheel; and how long it took
+test: $(DEV_ENV) ## Lint, types, the docs' site, every test that this machine can run, the wheel; and how long it took
+	@$(MAKE) --no-print-directory --jobs=4 lint docs
 	@cd tests && $(call pytest,8) --durations=15 --durations-min=1 $(TEST_ARGS)
 
 docs: $(DEV_ENV) ## Build the site of the docs into build/docs; a warning is an error
 	$(call tool,myst_nb,$(PY) -m sphinx --fail-on-warning --keep-going --quiet docs build/docs)
 
 check-install: $(DEV_ENV) ## Resolve the README's pip lines: torch and extra must be of one CUDA; needs a network
-	@$(PY) .ci/install_lines.py
+	@$(PY) .ci/install_lines.py $(if $(KNOWN),--unless-known $(KNOWN))
 
 fuzz: $(DEV_ENV) ## Property tests with new examples, a thousand a test, on the CPU and on a GPU
 	@cd tests && HYPOTHESIS_PROFILE=fuzz $(call pytest,16) -o timeout=0 test_properties.py $(TEST_ARGS)
@@ -145,7 +146,12 @@ endif
 # CuPy and torch must agree on the CUDA major version; a CPU-only torch goes with either.
 EXTRA_OF_TORCH := import torch; print("cu13" if (torch.version.cuda or "").startswith("13.") else "cu12")
 
-PIP = $(PY) -m pip install --quiet --no-input --disable-pip-version-check \
+# pip would compile every module of 240 MB of sources. Few are ever imported: Python compiles those
+# when they are, and must be allowed to keep the result.
+ifeq ($(PREPARED),)
+unexport PYTHONDONTWRITEBYTECODE
+endif
+PIP = $(PY) -m pip install --quiet --no-input --disable-pip-version-check --no-compile \
   $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 .venv/.ready-to-run: pyproject.toml

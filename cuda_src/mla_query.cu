@@ -78,16 +78,19 @@ struct GainScale {
   __device__ __forceinline__ explicit GainScale(const Chunk& gains) {
     if constexpr (kIsHalf<T>) {
       constexpr unsigned int kExponent = 0x7f800000u;
-      float largest = 0.0f;
+      constexpr unsigned int kMagnitude = 0x7fffffffu;  // bits in the order of the numbers
+      unsigned int largest = 0;
       float value[kChunkElements];
       widen<T>(gains, value);
 #pragma unroll
-      for (int i = 0; i < kChunkElements; ++i) largest = fmaxf(largest, fabsf(value[i]));
+      for (int i = 0; i < kChunkElements; ++i) {
+        largest = max(largest, __float_as_uint(value[i]) & kMagnitude);
+      }
 #pragma unroll
       for (int step = 16; step > 0; step /= 2) {
-        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
+        largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, step));
       }
-      const unsigned int bits = __float_as_uint(largest) & kExponent;
+      const unsigned int bits = largest & kExponent;
       if (bits == 0 || bits == kExponent) return;
       scale = __uint_as_float(bits);
       inverse = __uint_as_float((254u << 23) - bits);

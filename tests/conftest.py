@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import tempfile
@@ -32,7 +33,7 @@ from k3cupy.call.plans import PlanCache
 from k3cupy.ops import linear
 
 # The same examples every time; `make fuzz` looks for new ones, and for many more.
-settings.register_profile("suite", max_examples=40, derandomize=True, deadline=None, database=None)
+settings.register_profile("suite", max_examples=25, derandomize=True, deadline=None, database=None)
 settings.register_profile("fuzz", max_examples=1000, deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 
@@ -50,25 +51,51 @@ def pytest_configure() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(str(Path(e).resolve()) for e in entries if e)
 
 
+LEFT_OUT: set[str] = set()
+"""Names of the tests that this machine cannot run."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a GPU, tests that need one are left out, unless nothing else was asked for.
+
+    They are four in ten, and to skip one takes a worker and its report as long as a small test.
+    """
+    of_gpu = [item for item in items if item.get_closest_marker("gpu") is not None]
+    if of_gpu and len(of_gpu) < len(items) and not torch.cuda.is_available():
+        LEFT_OUT.update(item.nodeid for item in of_gpu)
+        config.hook.pytest_deselected(items=of_gpu)
+        items[:] = [item for item in items if item.nodeid not in LEFT_OUT]
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now, thousands of tests and large libraries, is no garbage to look for."""
+    gc.freeze()
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """A worker hands over what it has counted."""
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output["cases"] = [(*key, count) for key, count in CASES.items()]
+        output["left_out"] = sorted(LEFT_OUT)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """The counts of a worker are added up."""
-    for what, device, count in getattr(node, "workeroutput", {}).get("cases", ()):
+    """The counts of a worker are added up; all of them have left out the same tests."""
+    output = getattr(node, "workeroutput", {})
+    for what, device, count in output.get("cases", ()):
         CASES[what, device] += count
+    LEFT_OUT.update(output.get("left_out", ()))
 
 
 _PYTEST_BEGAN = time.time()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Say how many cases were generated, and how long `make test` took, lint and types included."""
+    """Say what was left out, how many cases were generated, and how long `make test` took."""
+    if LEFT_OUT:
+        terminalreporter.write_line(f"{len(LEFT_OUT):,} tests need a GPU and were left out")
     if "TEST_BEGAN" in os.environ:
         began = float(os.environ["TEST_BEGAN"])
         total, before = time.time() - began, _PYTEST_BEGAN - began

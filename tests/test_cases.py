@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+pytestmark = pytest.mark.xdist_group("cases")  # the tests of all files are read once
 PAGE = (HERE / "CASES.md").read_text(encoding="utf-8")
 _ROW = re.compile(r"^\| (\d+) \| (.+?) \| (.+) \|$", re.MULTILINE)
 _TEST = re.compile(r"`(test_\w+)::(test_\w+)`")
@@ -44,22 +45,25 @@ def wrong_rows(page: str, defined: dict[str, set[str]]) -> dict[int, list[tuple[
     return found
 
 
-DEFINED = {path.stem: defined_in(path) for path in sorted(HERE.glob("test_*.py"))}
+@pytest.fixture(scope="module")
+def defined() -> dict[str, set[str]]:
+    """The tests of each file."""
+    return {path.stem: defined_in(path) for path in sorted(HERE.glob("test_*.py"))}
 
 
-def test_every_case_has_its_tests_and_they_exist() -> None:
+def test_every_case_has_its_tests_and_they_exist(defined: dict[str, set[str]]) -> None:
     cases, faults = tables(PAGE)
     assert list(cases) == list(range(1, 51))
     assert list(faults) == list(range(1, 22))
-    assert wrong_rows(PAGE, DEFINED) == {}
+    assert wrong_rows(PAGE, defined) == {}
 
 
-def test_a_test_that_bears_a_case_stands_in_its_row() -> None:
+def test_a_test_that_bears_a_case_stands_in_its_row(defined: dict[str, set[str]]) -> None:
     cases, _ = tables(PAGE)
     named = {(number, *test) for number, tests in cases.items() for test in tests}
     borne = {
         (int(number), file, test)
-        for file, tests in DEFINED.items()
+        for file, tests in defined.items()
         for test in tests
         for number in _NAMED_BY_CASE.findall(test)
     }
@@ -75,4 +79,5 @@ def test_a_test_that_bears_a_case_stands_in_its_row() -> None:
     ],
 )
 def test_a_wrong_row_is_found(row: str, missing: list[tuple[str, str]]) -> None:
-    assert wrong_rows(f"# Cases\n\n## First\n\n{row}\n", DEFINED) == {1: missing}
+    defined = {"test_house": {"test_that_is_there"}}
+    assert wrong_rows(f"# Cases\n\n## First\n\n{row}\n", defined) == {1: missing}

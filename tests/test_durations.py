@@ -28,6 +28,7 @@ def test_the_summary_tells_the_whole_time(monkeypatch: pytest.MonkeyPatch) -> No
     lines: list[str] = []
     reporter = SimpleNamespace(write_line=lines.append)
     monkeypatch.setattr(conftest, "CASES", {})
+    monkeypatch.setattr(conftest, "LEFT_OUT", set())
     monkeypatch.delenv("TEST_BEGAN", raising=False)
     conftest.pytest_terminal_summary(reporter)
     assert lines == [], "pytest was called by hand"

@@ -565,8 +565,15 @@ def test_adapters_are_called(name: str) -> None:
     assert torch.equal(found, decode(model, static_cache(model), 4)[0])
 
 
-@pytest.mark.parametrize("name", ["q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj"])
-@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize(
+    ("name", "hooked"),
+    [
+        ("q_a_proj", False),
+        ("q_a_proj", True),
+        ("kv_a_proj_with_mqa", True),
+        ("kv_b_proj", False),
+    ],
+)
 def test_compiled_code_calls_what_was_put_into_a_layer(name: str, hooked: bool) -> None:
     model = model_of(num_hidden_layers=1)
     engine.install(model)

@@ -122,7 +122,7 @@ ODD = [(1, 16), (7, 80), (16, 64), (100, 20000)]
     st.sampled_from([232_448, 166_912, *SMALL_GPUS]),
     st.booleans(),
 )
-@settings(max_examples=400)
+@settings(max_examples=150)
 def test_case04_every_choice_fits_the_gpu(
     shape: tuple[int, int],
     tokens: int,
@@ -140,7 +140,7 @@ def test_case04_every_choice_fits_the_gpu(
 @pytest.mark.parametrize("limit", [232_448, *SMALL_GPUS])
 def test_batch_invariant_choices_sum_in_one_order(limit: int) -> None:
     gpu = replace(H200, shared_memory_optin=limit)
-    for shape in SHAPES:
+    for shape in SHAPES[::3]:
         found = [FUSED_A.chosen(shape, tokens, gpu, batch_invariant=True) for tokens in EDGES]
         assert len({choice.config.order for choice in found}) == 1, shape
 

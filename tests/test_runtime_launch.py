@@ -63,7 +63,7 @@ def quotient(n: int, magic: int, shift: int) -> int:
 
 
 @given(st.integers(1, LIMIT - 1), st.data())
-@settings(max_examples=500)
+@settings(max_examples=200)
 def test_division_is_exact(divisor: int, data: st.DataObject) -> None:
     magic, shift = divisor_constants(divisor)
     assert 0 < magic < 2**32, "an unsigned int of the kernel"
@@ -114,7 +114,7 @@ def small_views(draw: st.DrawFn) -> TensorView:
 
 
 @given(small_views(), small_views())
-@settings(max_examples=400)
+@settings(max_examples=200)
 def test_overlap_is_exact_for_small_tensors(a: TensorView, b: TensorView) -> None:
     expected = bool(bytes_of(a) & bytes_of(b))
     assert tensors.may_overlap(a, b) == expected

@@ -259,7 +259,7 @@ def test_compiled_code_sees_new_weights(blocks: tuple[Block, Block], backend: st
 
 @pytest.mark.parametrize(
     ("mode", "shapes", "dynamic"),
-    [(torch.no_grad, TOKENS, None), (torch.inference_mode, [(2, 3), (0, 3)], True)],
+    [(torch.no_grad, [(3,)], False), (torch.inference_mode, [(2, 3), (0, 3), (100, 3)], True)],
 )
 def test_case22_compiled_by_inductor(
     blocks: tuple[Block, Block],
@@ -325,9 +325,9 @@ def test_a_module_may_be_enabled_behind_the_compiler(blocks: tuple[Block, Block]
     close(compiled(x), blocks[0](x))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_compiled_training(blocks: tuple[Block, Block], backend: str, quick_inductor: None) -> None:
-    """Gradients are traced through the framework's linear."""
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_training(blocks: tuple[Block, Block], backend: str) -> None:
+    """Gradients are traced through the framework's linear: what compiles sees nothing of ours."""
     grads = []
     for i, model in enumerate(blocks):
         model.requires_grad_(True)

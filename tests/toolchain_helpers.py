@@ -328,7 +328,7 @@ AnyInstance = TypeVar("AnyInstance")
 COMPILE_ALL = os.environ.get("K3CUPY_COMPILE_ALL") == "1"
 """`make compile-all` sets it: every instance for every architecture, however long it takes."""
 
-OTHERS = 6
+OTHERS = 3
 """How many instances of a source are compiled for an architecture that is not sm_90."""
 
 

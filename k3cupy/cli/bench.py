@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import itertools
 import json
@@ -31,24 +30,15 @@ def bench() -> None:
 
 
 def _result_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add where the results go and which commit they are of, and say what went wrong in words."""
-
-    @functools.wraps(command)
-    def told(**options: Any) -> None:
-        try:
-            command(**options)
-        except (OSError, RuntimeError, TypeError, ValueError) as error:
-            raise click.ClickException(str(error)) from error
-
-    added: Callable[..., None] = told
+    """Add where the results go and which commit they are of."""
     for option in (
         click.option(
             "--commit", default=None, help="The commit, where the sources are no git checkout."
         ),
         click.option("--json", "path", type=OutFile(), help="Write the results there."),
     ):
-        added = option(added)
-    return added
+        command = option(command)
+    return command
 
 
 def _chain_options(producer: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -369,7 +359,7 @@ def start_command(model: str, tp: int, path: Path | None, commit: str | None) ->
 
 @bench.command("plot")
 @click.argument("result", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.argument("picture", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("picture", type=OutFile())
 @click.option("--kind", "kinds", multiple=True, help="Only these, as a window; all by default.")
 def plot_command(result: Path, picture: Path, kinds: tuple[str, ...]) -> None:
     """Draw RESULT, a file of a benchmark, as PICTURE; no GPU is needed.
@@ -410,21 +400,18 @@ def apply_command(results: tuple[Path, ...], tables: Path | None, page: Path | N
 
     if (tables is None) == (page is None):
         raise click.UsageError("say --tables with files of `tune --export`, or --page with results")
-    try:
-        if tables is not None:
-            for path in shipped.write_means(results, tables):
-                click.echo(f"wrote {path}")
-        if page is not None:
-            try:
-                chosen = report.with_shipped_choice(json.loads(results[-1].read_text("utf-8")))
-                marker = forms.form_of(chosen).marker
-                parts = {marker: report.markdown(chosen), **digests.digests_of(chosen)}
-            except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-                told = f"{results[-1]}, which is not one ({type(error).__name__}: {error})"
-                reject("results", "a file made by `python -m k3cupy bench --json`", told)
-            there = [name for name in parts if report.has_markers(page, name)]
-            for name in there or [marker]:
-                report.insert_markdown(page, parts[name], name)
-            click.echo(f"wrote {', '.join(there)} of {page}")
-    except (OSError, ValueError) as error:
-        raise click.ClickException(str(error)) from error
+    if tables is not None:
+        for path in shipped.write_means(results, tables):
+            click.echo(f"wrote {path}")
+    if page is not None:
+        try:
+            chosen = report.with_shipped_choice(json.loads(results[-1].read_text("utf-8")))
+            marker = forms.form_of(chosen).marker
+            parts = {marker: report.markdown(chosen), **digests.digests_of(chosen)}
+        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            told = f"{results[-1]}, which is not one ({type(error).__name__}: {error})"
+            reject("results", "a file made by `python -m k3cupy bench --json`", told)
+        there = [name for name in parts if report.has_markers(page, name)]
+        for name in there or [marker]:
+            report.insert_markdown(page, parts[name], name)
+        click.echo(f"wrote {', '.join(there)} of {page}")

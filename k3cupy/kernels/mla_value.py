@@ -48,7 +48,8 @@ class Variant:
 
     def is_valid(self) -> bool:
         """Return whether the kernel exists for this combination."""
-        return self.dtype in CTYPES and not (self.gate and self.absorb)
+        of_value = self.gate or self.transposed
+        return self.dtype in CTYPES and not (self.absorb and of_value)
 
     @classmethod
     def of_kind(cls, kind: str, dtype: str = "bfloat16") -> Variant:
@@ -121,7 +122,7 @@ class MlaValueConfig(Tuned):
 
 CANDIDATES = tuple(
     MlaValueConfig(tile_m, tile_n, 8)
-    for tile_m in (8, 16, 32, 64)
+    for tile_m in (16, 32, 64)
     for tile_n in (16, 32, 64)
     if tile_m * tile_n <= 64 * 32
 )
