@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import doctest
 import importlib.util
 import itertools
@@ -25,7 +26,7 @@ from docs_helpers import MARKS, Outcome, blocks, prose
 
 import k3cupy
 from k3cupy import projections
-from k3cupy.choose.table import slug
+from k3cupy.choose.table import KERNELS, config_of, key_of, slug
 from k3cupy.cli import main as command_line
 from k3cupy.ops.dispatch_report import logger
 from k3cupy.runtime.devices import NAMED
@@ -164,12 +165,12 @@ def test_documents_have_one_title(path: Path) -> None:
     assert len(re.findall(r"^# ", prose(read(path)), re.MULTILINE)) == 1
 
 
-# The README's tables
+# Their tables
 
 
-def table_below(header: str) -> list[list[str]]:
-    """The rows of the README's table with that header."""
-    _, _, rest = read(ROOT / "README.md").partition(f"\n| {header} |")
+def table_below(header: str, page: str = "README.md") -> list[list[str]]:
+    """The rows of a page's table with that header."""
+    _, _, rest = read(ROOT / page).partition(f"\n| {header} |")
     lines = rest.splitlines()[2:]
     rows = list(itertools.takewhile(lambda line: line.startswith("|"), lines))
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
@@ -198,6 +199,16 @@ def test_the_readme_names_the_gpus_that_ci_compiles_for() -> None:
     tables = {path.parent.name for path in (ROOT / "k3cupy/choose/tables").glob("*/*.json")}
     (public,) = (gpu for gpu, state in rows if "public figures" in state)
     assert tables == {slug(NAMED["h200"].name), *re.findall(r"sm_\d+", public)}
+
+
+def test_the_concepts_name_the_fields_of_every_configuration() -> None:
+    rows = table_below("kernel", "docs/concepts.md")
+    assert {name.strip("`") for name, *_ in rows} == KERNELS.keys()
+    for name, named, example in rows:
+        kernel = name.strip("`")
+        fields = [field.name for field in dataclasses.fields(KERNELS[kernel].Config)]
+        assert named == ", ".join(fields)
+        assert key_of(config_of(kernel, example.strip("`"))) == example.strip("`")
 
 
 def test_the_readme_names_every_operation() -> None:
