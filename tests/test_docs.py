@@ -264,13 +264,30 @@ It prints:
 ```
 
 ```python gpu
-raise AssertionError("there is no GPU")
+import k3cupy
+
+{on_gpu}
 ```
 
 ```python
 print(x + 1)  # -> {more}
 ```
 """
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "wrong"),
+    [
+        ("raise k3cupy.ToolchainError('there is no GPU')", ""),
+        ("k3cupy.warmup('no_such_operation')", "ValueError: op: expected"),
+        ("print(42)", "it needs no GPU"),
+    ],
+)
+def test_a_block_for_a_gpu_runs_until_it_is_asked_for(on_gpu: str, wrong: str) -> None:
+    page = PAGE.format(shown="42", more="7", on_gpu=on_gpu)
+    first, gpu, last = docs_helpers.run_page(page, "page", frozenset({"output", "cpu"})).values()
+    assert (first, last) == (Outcome(), Outcome())
+    assert (wrong in gpu.failed) if wrong else gpu == Outcome()
 
 
 @pytest.mark.parametrize(
@@ -285,9 +302,8 @@ print(x + 1)  # -> {more}
     ],
 )
 def test_what_is_wrong_in_a_page_is_found(shown: str, more: str, failed: list[bool]) -> None:
-    page = PAGE.format(shown=shown, more=more)
-    first, gpu, last = docs_helpers.run_page(page, "page", frozenset({"output", "cpu"})).values()
-    assert gpu == Outcome(skipped="needs gpu")
+    page = PAGE.format(shown=shown, more=more, on_gpu="raise k3cupy.ToolchainError")
+    first, _, last = docs_helpers.run_page(page, "page", frozenset({"output", "cpu"})).values()
     assert [bool(first.failed), bool(last.failed)] == failed
 
 
