@@ -163,7 +163,7 @@ def why_not(problem: Any, gpu: DeviceInfo) -> str | None:
     """Return why a validated call cannot be one launch on a GPU, or None."""
     if problem.num_tokens > MAX_TOKENS:
         return f"{problem.num_tokens} tokens are more than {MAX_TOKENS}"
-    if gpu.compute_capability < (9, 0):
+    if not gpu.has_clusters:
         return f"{gpu.name} has no clusters of blocks"
     if problem.slow_reason is not None:
         return str(problem.slow_reason)
