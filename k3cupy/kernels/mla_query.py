@@ -102,7 +102,7 @@ class MlaQueryConfig(Tuned):
     blocks_per_sm: int
 
     def is_valid(self) -> bool:
-        """Return whether the kernel can be compiled with these numbers, without spills."""
+        """Return whether the kernel can be compiled with these numbers."""
         return (
             self.is_typed
             and self.warps in (8, 16)
