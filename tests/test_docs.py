@@ -341,7 +341,8 @@ def check_command_line(words: list[str], complete: bool) -> None:
         assert words[0] in command.commands, f"no command {words[0]}"
         command, words = command.commands[words[0]], words[1:]
     try:
-        command.make_context(command.name, words)
+        # A command keeps the names of its option --help from its first context.
+        command.make_context(command.name, words, **command_line.context_settings)
     except click.exceptions.Exit as end:  # --help
         assert end.exit_code == 0
     except (click.MissingParameter, click.exceptions.NoArgsIsHelpError):
