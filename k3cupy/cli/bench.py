@@ -361,7 +361,10 @@ def start_command(model: str, tp: int, path: Path | None, commit: str | None) ->
 @click.argument("result", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("picture", type=OutFile())
 @click.option("--kind", "kinds", multiple=True, help="Only these, as a window; all by default.")
-def plot_command(result: Path, picture: Path, kinds: tuple[str, ...]) -> None:
+@click.option("--tokens", multiple=True, type=_COUNT, help="Only these; all by default.")
+def plot_command(
+    result: Path, picture: Path, kinds: tuple[str, ...], tokens: tuple[int, ...]
+) -> None:
     """Draw RESULT, a file of a benchmark, as PICTURE; no GPU is needed.
 
     Windows stacked; decode against its floor and peers; speed-up over shapes and M; bandwidth of
@@ -376,10 +379,13 @@ def plot_command(result: Path, picture: Path, kinds: tuple[str, ...]) -> None:
     except (ValueError, KeyError, TypeError) as error:
         message = f"RESULT: expected results of {', '.join(PLOTS)}, got {result}"
         raise click.ClickException(message) from error
-    entries = [e for e in document["entries"] if not kinds or e["kind"] in kinds]
-    if not entries:
-        known = ", ".join(dict.fromkeys(e["kind"] for e in document["entries"]))
-        raise click.ClickException(f"--kind: expected some of {known}, got {', '.join(kinds)}")
+    entries = document["entries"]
+    for option, wanted in (("kind", kinds), ("tokens", tokens)):
+        known = dict.fromkeys(str(entry.get(option)) for entry in entries)
+        entries = [entry for entry in entries if not wanted or entry.get(option) in wanted]
+        if not entries:
+            told = f"--{option}: expected some of {', '.join(known)}"
+            raise click.ClickException(f"{told}, got {', '.join(map(str, wanted))}")
     draw({**document, "entries": entries}, picture)
     click.echo(f"wrote {picture}")
 
