@@ -355,7 +355,7 @@ FILES = {
     "my_cuda_src": "cuda_src",
     **{name: name for name in ("README.md", "docs/benchmarks.md", "docs/comparison.md")},
     **dict.fromkeys(
-        ("run1.json", "run2.json", "h200.json"), "benchmarks/results/tune_mla_norm_h200.json"
+        ("run1.json", "run2.json", "h200.json"), "benchmarks/results/tune_mla_norm_h200_chain.json"
     ),
 }
 """What the documents' commands find in their folder, and what it is here."""
