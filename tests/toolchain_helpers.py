@@ -334,7 +334,7 @@ AnyInstance = TypeVar("AnyInstance")
 COMPILE_ALL = os.environ.get("K3CUPY_COMPILE_ALL") == "1"
 """`make compile-all` sets it: every instance for every architecture, however long it takes."""
 
-OTHERS = 3
+OTHERS = 2
 """How many instances of a source are compiled for an architecture that is not sm_90."""
 
 READ = 12
