@@ -68,7 +68,7 @@ docs: $(DEV_ENV) ## Build the site of the docs into build/docs; a warning is an 
 	$(call tool,myst_nb,$(PY) -m sphinx --fail-on-warning --keep-going --quiet docs build/docs)
 
 check-install: $(DEV_ENV) ## Resolve the README's pip lines: torch and extra must be of one CUDA; needs a network
-	@$(PY) .ci/install_lines.py
+	@$(PY) .ci/install_lines.py $(if $(KNOWN),--unless-known $(KNOWN))
 
 fuzz: $(DEV_ENV) ## Property tests with new examples, a thousand a test, on the CPU and on a GPU
 	@cd tests && HYPOTHESIS_PROFILE=fuzz $(call pytest,16) -o timeout=0 test_properties.py $(TEST_ARGS)

@@ -1,17 +1,19 @@
 """Resolve the README's pip lines as pip would, and check that torch and the extra agree on CUDA.
 
-    python .ci/install_lines.py [--json FILE]
+    python .ci/install_lines.py [--json FILE] [--unless-known FILE]
 
 Nothing is installed. Each `console` block of the README that begins with `pip install` is a way to
 install, line by line in an empty environment: what a line resolves to binds the lines below it. An
 extra `cu12` or `cu13` must end with a torch for that CUDA, and a way without an extra without CUDA.
-Prints what is fetched, and how many megabytes. A line whose own index (`--index-url`) does not
-answer here is left out, and says so.
+Prints what is fetched, and how many megabytes. What a JSON file of an earlier run knows of the same
+lines and dependencies is not resolved again with --unless-known. A line whose own index
+(`--index-url`) does not answer here is left out, and says so.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import re
 import shlex
@@ -22,8 +24,16 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # which pytest brings
+
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"^```console\n(pip install .*?)^```", re.MULTILINE | re.DOTALL)
+_INSTALLED = ("cu12", "cu13", "torch")
+"""Extras that the README's lines have."""
+
 CUDA_RUNTIME = re.compile(r"nvidia-cuda-runtime(?:-cu\d+)?")
 
 
@@ -106,11 +116,25 @@ def follow(way: list[list[str]], folder: Path) -> dict[str, Any]:
     }
 
 
+def digest() -> str:
+    """What tells the README's lines and the package's dependencies from others."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    lines = ways((ROOT / "README.md").read_text("utf-8"))
+    extras = {n: d for n, d in project["optional-dependencies"].items() if n in _INSTALLED}
+    inputs = json.dumps([lines, project["requires-python"], project["dependencies"], extras])
+    return hashlib.sha256(inputs.encode()).hexdigest()[:16]
+
+
 def main() -> int:
     """Follow every way of the README; 1 where one is wrong, or none is there."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write what was found there")
-    file = parser.parse_args().json
+    parser.add_argument("--unless-known", type=Path, help="a file of an earlier run")
+    given = parser.parse_args()
+    file, known = given.json, given.unless_known
+    if known is not None and json.loads(known.read_text("utf-8")).get("inputs") == digest():
+        print(f"{known} knows these lines and dependencies.")
+        return 0
     with tempfile.TemporaryDirectory() as folder:
         found = [follow(way, Path(folder)) for way in ways((ROOT / "README.md").read_text("utf-8"))]
     for one in found:
@@ -119,7 +143,7 @@ def main() -> int:
         print(f"{one['way']}\n    {said}")
     if file is not None:
         python = ".".join(map(str, sys.version_info[:2]))
-        document = {"python": python, "ways": found}
+        document = {"python": python, "inputs": digest(), "ways": found}
         file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return int(not found or any(one.get("wrong") for one in found))
 

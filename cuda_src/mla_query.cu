@@ -273,8 +273,8 @@ __global__ void __launch_bounds__(32 * (kWarps + 1), kBlocksPerSm) mla_decode_qu
 #pragma unroll
   for (int u = 0; u < kSteps; ++u) {
     Vector<8>(&rows)[kRowGroups] = weights[u < kHeldSteps ? u : kHeldSteps];
-    const Chunk gain = *reinterpret_cast<const Chunk*>(shared + gains_of_warp +
-                                                       (u * kStepChunks + lane % 4) * kChunkBytes);
+    const Chunk gain = gain_scale.divide(*reinterpret_cast<const Chunk*>(
+        shared + gains_of_warp + (u * kStepChunks + lane % 4) * kChunkBytes));
 #pragma unroll
     for (int i = 0; i < kRowGroups; ++i) {
       if (u >= kHeldSteps) {

@@ -28,6 +28,7 @@ autodoc_member_order = "bysource"
 napoleon_use_rtype = False
 
 _FOLDER = re.compile(r"\[([^\]]*)\]\(notebooks\)")
+_API = re.compile(r"\[([^\]]*)\]\(api\.rst#([\w-]+)\)")
 _LINK = re.compile(r"\[([^\]]*)\]\(\.\./([^)#\s]+)(?:#[^)\s]*)?\)")
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -41,7 +42,10 @@ def _outside(match: re.Match[str]) -> str:
 
 
 def _read(app: object, name: str, source: list[str]) -> None:
-    source[0] = _LINK.sub(_outside, _FOLDER.sub(r"[\1](notebooks/first_steps)", source[0]))
+    if name.startswith("notebooks/"):  # their links stay in this folder; their text is JSON
+        return
+    text = _API.sub(r"{ref}`\1 <\2>`", _FOLDER.sub(r"[\1](notebooks/first_steps)", source[0]))
+    source[0] = _LINK.sub(_outside, text)
 
 
 def setup(app: Any) -> None:

@@ -373,11 +373,10 @@ def _calls_of(
             for candidate in every:
                 yield target, candidate
         return
-    kernels = {"fused_a_gemm": FUSED_A, "skinny_gemm": SKINNY}
-    if op not in kernels:
+    gemms = {"fused_a_gemm": (FUSED_A, fused_a_gemm), "skinny_gemm": (SKINNY, skinny_gemm)}
+    if op not in gemms:
         return
-    kernel = kernels[op]
-    module: Any = {FUSED_A: fused_a_gemm, SKINNY: skinny_gemm}[kernel]
+    kernel, module = gemms[op]
     for n, k in shapes_of(options.get("shapes"), module.K_MULTIPLE):
         for count in tokens_of(options.get("tokens"), module.MAX_TOKENS):
             chosen = config or choose((kernel,), n, k, count, gpu).config

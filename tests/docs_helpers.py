@@ -7,7 +7,8 @@ twice, the second time in the folder that the first left behind: a cell of a not
 too.
 
 Words behind the language of a block are marks (`MARKS`): what a `python` block needs, and when a
-`text` block is what the `python` block above it prints.
+`text` block is what the `python` block above it prints. A block that needs a GPU runs without one
+too, until it is told so: arguments are looked at before.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from k3cupy.runtime.errors import ToolchainError
 
 FENCE = re.compile(r"^( *)```(\w*)([^\n]*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 ARROW = "  # -> "
@@ -109,13 +112,16 @@ def run_page(text: str, file: str, machine: frozenset[str]) -> dict[int, Outcome
     for block in blocks(text):
         if block.language == "python":
             line = block.line
-            if missing := block.marks - machine:
+            needs_gpu = "gpu" in (missing := block.marks - machine)
+            if missing - {"gpu"}:
                 outcomes[line] = Outcome(skipped=f"needs {', '.join(sorted(missing))}")
                 continue
             try:
                 printed, wrong = run_block(block, namespace, file)
-            except Exception:
-                printed, wrong = "", traceback.format_exc()
+                wrong = "it needs no GPU" if needs_gpu else wrong
+            except Exception as error:
+                is_refused = needs_gpu and isinstance(error, ToolchainError)
+                printed, wrong = "", "" if is_refused else traceback.format_exc()
             outcomes[line] = Outcome(failed=wrong)
         elif block.language == "text" and block.marks & machine and outcomes[line] == Outcome():
             outcomes[line] = Outcome(failed=differs(block.text, printed))

@@ -223,7 +223,7 @@ def test_apply_writes_the_page_of_the_last_results(tmp_path: Path) -> None:
     times = dict.fromkeys([*TIMES, shipped_key(16)], 2.0)
     last.write_text(json.dumps(document(entry(times, tokens=16, empty_us=0.66))))
     page.write_text("<!-- results:begin --><!-- results:end -->")
-    assert apply(first, last, "--page", page) == (0, f"wrote {page}\n")
+    assert apply(first, last, "--page", page) == (0, f"wrote results of {page}\n")
     assert "| 16bit+same | chain | on | 16 | 0.66 | 6.00 |" in page.read_text()
     assert "7.77" not in page.read_text()
 
@@ -248,7 +248,7 @@ def test_apply_takes_prefill_results(tmp_path: Path) -> None:
         "<!-- results:begin -->decode<!-- results:end -->"
         "<!-- prefill-results:begin --><!-- prefill-results:end -->"
     )
-    assert apply(result, "--page", page) == (0, f"wrote {page}\n")
+    assert apply(result, "--page", page) == (0, f"wrote prefill-results of {page}\n")
     assert "<!-- results:begin -->decode<!-- results:end -->" in page.read_text()
     assert "| kv_concat | 4096 |" in page.read_text()
 

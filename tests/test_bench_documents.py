@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from bench_helpers import document
+from bench_helpers import ROOT, document
+from click.testing import CliRunner
 
-from k3cupy.bench import forms, report
+from k3cupy.bench import digests, forms, report
+from k3cupy.cli import main
 from k3cupy.timing import environment
 
 CONFIG = {
@@ -88,3 +92,43 @@ def test_a_run_becomes_a_document_that_can_be_shown(
     assert ("new output 17.2 us" in text) == ("host_us" in made)
     if form.is_for_page(made["entries"][0]):
         assert f"| {' | '.join(row)} |" in text
+
+
+# What other pages say of a result
+
+
+def window_entry(tokens: int, plan: float, ours: float, fewer: float | None) -> dict[str, Any]:
+    times = {"cublas": 12.0, "public": 9.0, "plan": plan, "ours": ours, "fewer": fewer}
+    added = {column: {"all": us} for column, us in times.items() if us is not None}
+    return {"kind": "mla-front", "tokens": tokens, "floor_us": 4.0, "added_us": added}
+
+
+def test_digests_of_windows() -> None:
+    entries = [window_entry(1, 8.0, 6.0, 4.0), window_entry(16, 8.0, 9.0, 9.5)]
+    made = digests.digests_of({"benchmark": "window", "entries": entries})
+    name = "MLA front: qkv_a to attention"
+    assert made["window-gain"].splitlines()[2:] == [
+        f"| {name} | 1 | 4.00 | 12.00 | 8.00 | 6.00 | 0.750 | 4.00 | 0.500 |",
+        f"| {name} | 16 | 4.00 | 12.00 | 8.00 | 9.00 | 1.125 | 9.50 | 1.188 |",
+    ]
+    assert made["window-means"].endswith("| `mla-front` | 0.919 | 0.771 |\n")
+    assert made["window-losses"].splitlines() == [
+        "- `mla-front` with 16 tokens: 1.125 x the public plan",
+        "- `mla-front` with 16 tokens, in fewer launches: 1.056 x ours, separate",
+    ]
+    of_old = {"benchmark": "window", "entries": [window_entry(64, 8.0, 7.0, None)]}
+    made = digests.digests_of(of_old)
+    assert made["window-losses"] == "- in no row of 1\n"
+    assert made["window-means"].endswith("| `mla-front` | - | - |\n")
+    assert digests.digests_of({"benchmark": "decode", "entries": []}) == {}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/comparison.md", "docs/benchmarks.md"])
+def test_pages_say_what_the_committed_windows_say(page: str, tmp_path: Path) -> None:
+    """Or somebody wrote a new result, or on a page by hand: `bench apply` renews them."""
+    copy = tmp_path / "page.md"
+    shutil.copy(ROOT / page, copy)
+    result = ROOT / "benchmarks/results/window_h200_chain.json"
+    done = CliRunner().invoke(main, ["bench", "apply", str(result), "--page", str(copy)])
+    assert done.exit_code == 0 and "window-" in done.output
+    assert copy.read_text(encoding="utf-8") == (ROOT / page).read_text(encoding="utf-8")

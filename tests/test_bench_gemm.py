@@ -108,6 +108,8 @@ def test_what_cannot_be_drawn_is_told(tmp_path: Path) -> None:
     window = str(RESULTS / "window_h200_chain.json")
     done = CliRunner().invoke(main, ["bench", "plot", window, picture, "--kind", "mla"])
     assert "--kind: expected some of mla-front, kda-front" in done.output
+    done = CliRunner().invoke(main, ["bench", "plot", window, picture, "--tokens", "3"])
+    assert "--tokens: expected some of 1, 2, 4, 8, 16, 64, got 3" in done.output
 
 
 def test_a_plot_without_matplotlib_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import doctest
-import importlib
+import importlib.util
+import itertools
 import json
 import os
 import pkgutil
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,11 +20,17 @@ from pathlib import Path
 import click
 import docs_helpers
 import pytest
+import torch
+from click.testing import CliRunner
 from docs_helpers import MARKS, Outcome, blocks, prose
 
 import k3cupy
+from k3cupy import projections
+from k3cupy.choose.table import KERNELS, config_of, key_of, slug
 from k3cupy.cli import main as command_line
 from k3cupy.ops.dispatch_report import logger
+from k3cupy.runtime.devices import NAMED
+from k3cupy.runtime.offline import ARCHITECTURES
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -61,6 +70,18 @@ def anchors(path: Path) -> set[str]:
 def test_the_api_reference_has_every_public_name() -> None:
     listed = re.findall(r"^\.\. auto(?:function|class):: (\w+)$", read(ROOT / "docs/api.rst"), re.M)
     assert sorted(listed) == sorted(k3cupy.__all__)
+
+
+def test_pages_and_api_reference_lead_to_each_other() -> None:
+    """By the labels of its sections, which are the anchors of their headings too."""
+    label, page = r"^\.\. _([\w-]+):\n\n.+\n-+\n\n", r"(?:Its|Their) page: :doc:`(\w+)`\.$"
+    found = re.findall(label + page, read(ROOT / "docs/api.rst"), re.M)
+    pages = {page: label for label, page in found}
+    assert len(pages) == len(found) == read(ROOT / "docs/api.rst").count("\n---")
+    for path in (ROOT / "docs").glob("*.md"):
+        links = re.findall(r"\(api\.rst#([\w-]+)\)", read(path))
+        assert links == ([pages.pop(path.stem)] if path.stem in pages else []), path.name
+    assert not pages, "no such page"
 
 
 @pytest.mark.parametrize("name", ["k3cupy", *MODULES])
@@ -144,6 +165,59 @@ def test_documents_have_one_title(path: Path) -> None:
     assert len(re.findall(r"^# ", prose(read(path)), re.MULTILINE)) == 1
 
 
+# Their tables
+
+
+def table_below(header: str, page: str = "README.md") -> list[list[str]]:
+    """The rows of a page's table with that header."""
+    _, _, rest = read(ROOT / page).partition(f"\n| {header} |")
+    lines = rest.splitlines()[2:]
+    rows = list(itertools.takewhile(lambda line: line.startswith("|"), lines))
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def test_the_readme_names_the_models_that_are_known() -> None:
+    tables = ROOT / "k3cupy/choose/tables/nvidia_h200"
+    measured = json.loads(read(tables / "gemm.json"))["problems"]
+    *named, others = table_below("model")
+    assert others[0] == "other models"
+    for (name, has), model in zip(named, projections.MODELS, strict=True):
+        assert name.lower().startswith(model)
+        assert "measured configurations for its projections" in has
+        of = projections.shapes(model)
+        assert {f"bfloat16 {p.n}x{p.k}" for p in of} <= measured.keys()
+        if "epilogues" in has:
+            assert {path.stem for path in tables.iterdir()} > {"mla_decode", "mla_prefill"}
+
+
+def test_the_readme_names_the_gpus_that_ci_compiles_for() -> None:
+    rows = table_below("GPU")
+    named = [arch for gpu, _ in rows for arch in re.findall(r"sm_\d+", gpu)]
+    assert sorted(set(named)) == sorted(ARCHITECTURES)
+    run = [gpu for gpu, state in rows if state.startswith("run, tested, measured")]
+    assert run == ["H200 (sm_90)"]
+    tables = {path.parent.name for path in (ROOT / "k3cupy/choose/tables").glob("*/*.json")}
+    (public,) = (gpu for gpu, state in rows if "public figures" in state)
+    assert tables == {slug(NAMED["h200"].name), *re.findall(r"sm_\d+", public)}
+
+
+def test_the_concepts_name_the_fields_of_every_configuration() -> None:
+    rows = table_below("kernel", "docs/concepts.md")
+    assert {name.strip("`") for name, *_ in rows} == KERNELS.keys()
+    for name, named, example in rows:
+        kernel = name.strip("`")
+        fields = [field.name for field in dataclasses.fields(KERNELS[kernel].Config)]
+        assert named == ", ".join(fields)
+        assert key_of(config_of(kernel, example.strip("`"))) == example.strip("`")
+
+
+def test_the_readme_names_every_operation() -> None:
+    text = read(ROOT / "README.md") + read(ROOT / "docs/prefill_epilogues.md")
+    for name in k3cupy.__all__:
+        if name.startswith(("fused_", "explain_")):
+            assert f"`{name}`" in text, name
+
+
 # Their code, run
 
 
@@ -190,13 +264,30 @@ It prints:
 ```
 
 ```python gpu
-raise AssertionError("there is no GPU")
+import k3cupy
+
+{on_gpu}
 ```
 
 ```python
 print(x + 1)  # -> {more}
 ```
 """
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "wrong"),
+    [
+        ("raise k3cupy.ToolchainError('there is no GPU')", ""),
+        ("k3cupy.warmup('no_such_operation')", "ValueError: op: expected"),
+        ("print(42)", "it needs no GPU"),
+    ],
+)
+def test_a_block_for_a_gpu_runs_until_it_is_asked_for(on_gpu: str, wrong: str) -> None:
+    page = PAGE.format(shown="42", more="7", on_gpu=on_gpu)
+    first, gpu, last = docs_helpers.run_page(page, "page", frozenset({"output", "cpu"})).values()
+    assert (first, last) == (Outcome(), Outcome())
+    assert (wrong in gpu.failed) if wrong else gpu == Outcome()
 
 
 @pytest.mark.parametrize(
@@ -211,9 +302,8 @@ print(x + 1)  # -> {more}
     ],
 )
 def test_what_is_wrong_in_a_page_is_found(shown: str, more: str, failed: list[bool]) -> None:
-    page = PAGE.format(shown=shown, more=more)
-    first, gpu, last = docs_helpers.run_page(page, "page", frozenset({"output", "cpu"})).values()
-    assert gpu == Outcome(skipped="needs gpu")
+    page = PAGE.format(shown=shown, more=more, on_gpu="raise k3cupy.ToolchainError")
+    first, _, last = docs_helpers.run_page(page, "page", frozenset({"output", "cpu"})).values()
     assert [bool(first.failed), bool(last.failed)] == failed
 
 
@@ -245,22 +335,41 @@ VARIABLES = set(re.findall(r"^(?:#   )?([A-Z_]+) ?\??=", MAKEFILE, re.MULTILINE)
 
 
 def check_command_line(words: list[str], complete: bool) -> None:
-    """Parse what follows `python -m k3cupy` with the real options. Files that it reads exist."""
-    for word in words:
-        if word.endswith(".json"):
-            Path(word).parent.mkdir(parents=True, exist_ok=True)
-            Path(word).touch()
+    """Parse what follows `k3cupy` with the real options."""
     command: click.Command = command_line
     while isinstance(command, click.Group) and words:
         assert words[0] in command.commands, f"no command {words[0]}"
         command, words = command.commands[words[0]], words[1:]
     try:
-        command.make_context(command.name, words)
+        # A command keeps the names of its option --help from its first context.
+        command.make_context(command.name, words, **command_line.context_settings)
     except click.exceptions.Exit as end:  # --help
         assert end.exit_code == 0
     except (click.MissingParameter, click.exceptions.NoArgsIsHelpError):
         if complete:
             raise
+
+
+FILES = {
+    "benchmarks": "benchmarks",
+    "my_cuda_src": "cuda_src",
+    **{name: name for name in ("README.md", "docs/benchmarks.md", "docs/comparison.md")},
+    **dict.fromkeys(
+        ("run1.json", "run2.json", "h200.json"), "benchmarks/results/tune_mla_norm_h200.json"
+    ),
+}
+"""What the documents' commands find in their folder, and what it is here."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where commands find what they read."""
+    (tmp_path / "docs").mkdir()
+    for name, here in FILES.items():
+        put = os.symlink if (ROOT / here).is_dir() else shutil.copy
+        put(ROOT / here, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 def check_make(words: list[str]) -> None:
@@ -283,8 +392,8 @@ def check_pip(words: list[str]) -> None:
 
 def check_command(command: str, complete: bool = True) -> None:
     words = shlex.split(command, comments=True)
-    if words[:3] == ["python", "-m", "k3cupy"]:
-        check_command_line(words[3:], complete)
+    if words[:1] == ["k3cupy"]:
+        check_command_line(words[1:], complete)
     elif words[:1] == ["make"]:
         check_make(words[1:])
     elif words[:2] == ["pip", "install"]:
@@ -296,28 +405,31 @@ def check_command(command: str, complete: bool = True) -> None:
         raise AssertionError(f"no rule for checking {command!r}")
 
 
+def lines_of(text: str) -> list[str]:
+    """The commands of the `console` blocks of a document."""
+    shown = (block.text.replace("\\\n", " ") for block in blocks(text, "console"))
+    return [line for text in shown for line in text.splitlines() if line]
+
+
 @each_document
-def test_commands_in_documents_exist(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("folder")
+def test_commands_in_documents_exist(path: Path) -> None:
     """Commands of `console` blocks, and those in backquotes, which may leave out arguments."""
-    monkeypatch.chdir(tmp_path)
-    for block in blocks(read(path), "console"):
-        for line in block.text.replace("\\\n", " ").splitlines():
-            check_command(line)
+    for line in lines_of(read(path)):
+        check_command(line)
     for quoted in re.findall(r"`([^`]+)`", prose(read(path))):
         command = " ".join(quoted.split())
-        if command.startswith(("python -m k3cupy ", "make ", "pip install ")):
+        if command.startswith(("k3cupy ", "make ", "pip install ")):
             check_command(command, complete=False)
 
 
 @pytest.mark.parametrize(
     "command",
     [
-        "python -m k3cupy no-such-thing",
-        "python -m k3cupy warmup --no-such-option",
-        "python -m k3cupy warmup --shape wide",
-        "python -m k3cupy bench apply",
+        "k3cupy no-such-thing",
+        "k3cupy warmup --no-such-option",
+        "k3cupy warmup --shape wide",
+        "k3cupy bench apply",
         "make no-such-target",
         "make test NO_SUCH_VARIABLE=1",
         'pip install ".[no_such_extra]"',
@@ -327,9 +439,46 @@ def test_commands_in_documents_exist(
         "rm -rf /",
     ],
 )
-def test_commands_that_do_not_exist_are_found(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_commands_that_do_not_exist_are_found(command: str) -> None:
     with pytest.raises((AssertionError, click.UsageError)):
         check_command(command)
+
+
+# Their commands, run
+
+COMMANDS = sorted({line for path in DOCUMENTS for line in lines_of(read(path))})
+NOT_RUN = {
+    "k3cupy bundle": "takes minutes for a whole model; test_bundles.py makes small ones",
+    "pip install": "needs a network; .ci/install_lines.py resolves these lines",
+    ".venv/bin/pre-commit": "installs a hook of git",
+}
+NEEDS_GPU = re.compile(r"k3cupy (?:tune|warmup|bench (?!plot|apply))")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_in_documents_run(
+    command: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what needs a GPU all runs that needs none: options are looked at before it is asked for.
+
+    `make` says what it would run: the demo has tests of its own, and of `make test` this is one.
+    """
+    for beginning, why in NOT_RUN.items():
+        if command.startswith(beginning):
+            pytest.skip(why)
+    words = shlex.split(command, comments=True)
+    if words[0] == "make":
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
+        dry_run = ["make", "-n", *words[1:]]
+        done = subprocess.run(dry_run, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return
+    if importlib.util.find_spec("cuda") is None and words[1] in ("compile", "bench"):
+        pytest.skip("needs a compiler, or what draws")
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(folder / "cache"))
+    needs_gpu = bool(NEEDS_GPU.match(command))
+    if needs_gpu and torch.cuda.is_available():
+        pytest.skip("measures or compiles for minutes on this GPU")
+    done = CliRunner().invoke(command_line, words[1:])
+    assert done.exit_code == needs_gpu, done.output
+    assert not needs_gpu or re.search(r"^Error: .*\bGPU\b", done.output, re.M), done.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,17 @@ CUDA_13 = [["torch>=2.11"], [".[cu13,torch]"]]
 
 def test_the_readme_has_a_way_for_every_machine() -> None:
     assert [install_lines.extra_of(way) for way in WAYS] == ["13", "12", None, None]
+
+
+def test_what_was_resolved_is_what_the_readme_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The figures of the README are of these lines and dependencies; others are resolved in CI."""
+    known = ROOT / "benchmarks/results/install_lines.json"
+    document = json.loads(known.read_text(encoding="utf-8"))
+    assert document["inputs"] == install_lines.digest()
+    assert len(document["ways"]) == len(WAYS) and not any(w.get("wrong") for w in document["ways"])
+    monkeypatch.setattr("sys.argv", ["install_lines.py", "--unless-known", str(known)])
+    monkeypatch.setattr(install_lines, "follow", None)
+    assert install_lines.main() == 0
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)

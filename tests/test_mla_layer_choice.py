@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 from fake_device import A100
-from helpers import refused
+from helpers import BF16, refused
 from test_mla_prefill_choice import gpu, only
 from toolchain_helpers import FakeGpu, fake_h200
 
@@ -23,6 +24,7 @@ from k3cupy.choose.table import Entry, Table, entry_of, measured, parts_of, tabl
 from k3cupy.cli import main
 from k3cupy.kernels import mla_decode, mla_norm, mla_query, mla_value
 from k3cupy.ops.warmup import wanted_of
+from k3cupy.runtime.devices import named
 
 __all__ = ["fake_h200"]
 
@@ -81,11 +83,30 @@ def test_the_rule_without_a_table(kernel: Any, monkeypatch: pytest.MonkeyPatch) 
         assert found.origin == "rule"
         assert found.reason.startswith("no measured table has this operation; ")
         assert kernel.UNTUNED in configs(kernel.KERNEL, kind)
-        named = kernel.CANDIDATES[-1]
-        assert choose(kernel.KERNEL, variant, 4, 12, gpu(), named).config == named
+        last = kernel.CANDIDATES[-1]
+        assert choose(kernel.KERNEL, variant, 4, 12, gpu(), last).config == last
         slow = choose(kernel.KERNEL, replace(variant, vector=False), 4, 12, gpu())
         assert slow.config == kernel.UNTUNED
         assert "element-wise" in slow.reason
+
+
+def test_what_a_gpu_has_no_shared_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a weight whose columns are contiguous, which lies there; the other lies in registers."""
+    large, small = k3cupy.MlaValueConfig(32, 64, 8), "rtx-4090"
+    only(monkeypatch, table_of(measured("value", 192, {"mla_value": {large: 1.0}})))
+    latent, w_uv = torch.zeros(64, 3, 512, dtype=BF16), torch.zeros(3, 512, 128, dtype=BF16)
+    ask = functools.partial(k3cupy.explain_mla_decode_value, latent)
+    assert ask(w_uv, gpu="h200").config == large
+    assert ask(w_uv.mT.contiguous().mT, gpu=small).config == large
+    found, told = ask(w_uv, gpu=small), f"{large} takes 139264 bytes of shared memory a block, "
+    assert (found.config, found.origin) == (mla_value.UNTUNED, "rule")
+    assert f"; but {told}NVIDIA GeForce RTX 4090 has 101376" in found.reason
+    with pytest.raises(ValueError, match=f"config: expected one that fits the GPU, got {told}"):
+        ask(w_uv, gpu=small, config=large)
+    least = named(small).shared_memory_optin
+    assert mla_value.UNTUNED.shared_bytes(mla_value.Variant("bfloat16")) <= least
+    absorbed = mla_value.Variant("bfloat16", absorb=True)
+    assert all(each.shared_bytes(absorbed) <= least for each in mla_value.CANDIDATES)
 
 
 # The query front: by heads, beside the separate kernels
@@ -134,6 +155,28 @@ def test_a_table_speaks_for_heads_that_are_alike(monkeypatch: pytest.MonkeyPatch
     told = choose_query(4, 24, LARGE)
     assert (told.config, told.origin) == (TWO, "rule")
     assert "no measured table has 24 heads" in told.reason
+
+
+def test_entries_of_other_kernels_and_names_are_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the user's file: one of another version has no entries, and any name may stand there."""
+    only(monkeypatch)
+    want = choose_query(4, 12, LARGE)
+    monkeypatch.undo()
+    monkeypatch.setenv("K3CUPY_CACHE_DIR", str(tmp_path))
+    old = replace(query_of(12, 4, 3.0, 4.5), sources="0123456789abcdef")
+    names = ("16bit+same", "0 heads", "many heads", "", "-12 heads")
+    odd = [measured(name, 4, {"mla_query": {OTHER: 1.0}}) for name in names]
+    assert cache.add("mla_query", [old, *odd], LARGE) is not None
+    cache.reload()
+    monkeypatch.setattr("k3cupy.choose.mla.measured_elsewhere", lambda *_: ())
+    assert choose_query(4, 12, LARGE) == want
+    assert cache.add("mla_query", [query_of(12, 4, 3.0, 4.5)], LARGE) is not None
+    cache.reload()
+    assert choose_query(4, 12, LARGE).origin == "user"
+    monkeypatch.undo()
+    cache.reload()
 
 
 def test_separate_kernels_run_where_they_are_measured_to_be_faster(

@@ -60,6 +60,18 @@ def test_every_format(device: str, form: LayerForm, dtype: torch.dtype, rope: bo
         oracle.assert_same_bits(got, want, "the RoPE part")
 
 
+@pytest.mark.parametrize("power", [-12, -5, 7])
+@each_dtype
+def test_gains_of_any_size(device: str, dtype: torch.dtype, power: int) -> None:
+    """One launch multiplies weights with them, and must not lose places of what is small."""
+    call = make_query(9, 2, dtype=dtype, device=device)
+    gain = (call.args["q_norm_weight"].double() * 2.0**power).to(dtype)
+    for tokens in (5, 9):
+        part = {"qkv_a": call.first[:tokens], "slot_mapping": call.args["slot_mapping"][:tokens]}
+        some = call.given(q_norm_weight=gain, **part)
+        run_and_check(some, config=in_one_launch(device))
+
+
 def test_slots_and_positions_of_32_bits_and_columns(device: str) -> None:
     """What is longer than the tokens is not read."""
     call = make_query(6, 2, rope=True, device=device)

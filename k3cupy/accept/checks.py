@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.dlpack import packed_strides
 from k3cupy.runtime.errors import reject, shown
 from k3cupy.runtime.tensors import ALIGNMENT, TensorView, check_memory, is_number, pytorch
@@ -160,6 +161,14 @@ def misalignment(name: str, v: TensorView) -> str | None:
         if extent > 1 and step >= 1 << 32:
             return f"{name} has rows {step} bytes apart, past the 4 GiB of the 128-bit kernel"
     return None
+
+
+def lack_of_shared_memory(config: Any, needed: int, gpu: DeviceInfo) -> str | None:
+    """Say that a configuration takes more shared memory a block than a GPU has, or None."""
+    most = gpu.shared_memory_optin
+    if needed <= most:
+        return None
+    return f"{config} takes {needed} bytes of shared memory a block, {gpu.name} has {most}"
 
 
 def check_config(config: Any, kind: type[Config]) -> Config | None:

@@ -74,10 +74,8 @@ def why_not(problem: mla.MlaProblem, config: MlaQueryConfig, gpu: DeviceInfo) ->
     found = kernel.why_not(problem, gpu)
     if found is not None:
         return found
-    needed, most = config.shared_bytes(kernel.variant_of(problem).tile_m), gpu.shared_memory_optin
-    if needed <= most:
-        return None
-    return f"{config} takes {needed} bytes of shared memory a block, {gpu.name} has {most}"
+    needed = config.shared_bytes(kernel.variant_of(problem).tile_m)
+    return checks.lack_of_shared_memory(config, needed, gpu)
 
 
 def check_config(problem: mla.MlaProblem, config: MlaQueryConfig, gpu: DeviceInfo) -> None:

@@ -17,8 +17,8 @@ ARGUMENTS = Arguments((*_REQUIRED, "gate", "out"), _REQUIRED)
 ABSORBED = Arguments(("q_nope", "w_uk", "out"), ("q_nope", "w_uk"))
 """Of the absorbed query, one of the separate kernels of the query front."""
 
-MAX_ROWS = 1 << 29
-"""Rows of one launch: the number of its blocks, at most four a row, must fit 31 bits."""
+_MAX_ROWS = 1 << 28
+"""Rows of one launch: the number of its blocks, at most eight a row, must fit 31 bits."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ def accept(values: Values, *, weight_is_static: bool) -> HeadProblem:
     num_tokens, num_heads, _ = latent.shape
     if num_heads == 0:
         reject("latent", "at least one head", f"shape {list(latent.shape)}")
-    if num_tokens * num_heads >= MAX_ROWS:
-        expected = f"num_tokens * num_heads below {MAX_ROWS}"
+    if num_tokens * num_heads >= _MAX_ROWS:
+        expected = f"num_tokens * num_heads below {_MAX_ROWS}"
         reject("latent", expected, f"{num_tokens * num_heads}", "Split the batch")
     checks.check_shape("w_uv", weight, (num_heads, KV_LORA_RANK, V_HEAD_DIM), " like latent")
     shape = (num_tokens, num_heads * V_HEAD_DIM)

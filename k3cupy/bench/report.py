@@ -94,6 +94,12 @@ def with_shipped_choice(document: Mapping[str, Any]) -> dict[str, Any]:
     return {**document, "entries": list(map(renewed, document["entries"]))}
 
 
+def has_markers(path: Path, marker: str) -> bool:
+    """Say whether a page has a place of that name."""
+    page = path.read_text(encoding="utf-8")
+    return all(f"<!-- {marker}:{end} -->" in page for end in ("begin", "end"))
+
+
 def insert_markdown(path: Path, text: str, marker: str = "results") -> None:
     """Replace what stands between the result markers of a documentation page.
 

@@ -9,6 +9,7 @@ goes by the nearest of those whose clusters all run at once, or by the nearest o
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -71,16 +72,15 @@ def choose(
 
 
 def _choose(family: str, variant: Any, num_tokens: int, num_heads: int, gpu: DeviceInfo) -> Choice:
+    tables = (*tables_of(family, gpu), *measured_elsewhere(family, gpu))
+    if family == MLA_QUERY:
+        every = (_of_heads(table, num_tokens, num_heads, gpu) for table in tables)
+        return next(filter(None, every), None) or _by_heads(num_heads, gpu)
     num_rows = size_of(family, num_tokens, num_heads)
     few, many = _FEW_AND_MANY[family]
-    if family != MLA_QUERY and not variant.vector:
+    if not variant.vector:
         return Choice(family, few, "the element-wise kernel has one configuration")
-    for table in (*tables_of(family, gpu), *measured_elsewhere(family, gpu)):
-        if family == MLA_QUERY:
-            found = _of_heads(table, num_tokens, num_heads, gpu)
-            if found is not None:
-                return found
-            continue
+    for table in tables:
         entries, known = table.entries(variant.kind), table.header["gpu"]
         if not entries:
             continue
@@ -95,8 +95,6 @@ def _choose(family: str, variant: Any, num_tokens: int, num_heads: int, gpu: Dev
             f"take the choice of {known} at {entry.size} rows ({num_sms} SMs)"
         )
         return Choice(family, entry.config, reason)
-    if family == MLA_QUERY:
-        return _by_heads(num_heads, gpu)
     is_few = num_rows <= _ROWS_AN_SM * gpu.num_sms
     told = f"{num_rows} rows on {gpu.num_sms} SMs are {'few' if is_few else 'many'}"
     reason = f"no measured table has this operation; {told}"
@@ -110,21 +108,25 @@ def _at_once(num_heads: int, gpu: DeviceInfo) -> bool:
 
 def _of_heads(table: Table, num_tokens: int, num_heads: int, gpu: DeviceInfo) -> Choice | None:
     """Return what a table has of the query front, beside the separate kernels; None for nothing."""
-    listed = [int(problem.split()[0]) for problem in table.problems]
-    alike = [heads for heads in listed if _at_once(heads, gpu) == _at_once(num_heads, gpu)]
+    known = {}
+    for problem in table.problems:
+        named = re.fullmatch(r"([1-9]\d{0,8}) heads", problem)
+        if named and (entries := table.entries(problem)):  # a file of the user's may have others
+            known[int(named[1])] = entries
+    alike = [heads for heads in known if _at_once(heads, gpu) == _at_once(num_heads, gpu)]
     if not alike:
         return None
     heads = _nearest(alike, num_heads)
-    entries = table.entries(problem_of(MLA_QUERY, "", heads))
+    entries = known[heads]
     entry = entries[_nearest(entries, num_tokens)]
     fused = min(entry.times.get(MLA_QUERY, {}).values(), default=math.nan)
     separate = entry.times.get(mla_query.SEPARATE, {}).get(None, math.nan)
-    known = table.header["gpu"]
+    name = table.header["gpu"]
     reason = (
-        f"measured on {known} with {entry.size} tokens of {heads} heads, here {num_tokens} of "
+        f"measured on {name} with {entry.size} tokens of {heads} heads, here {num_tokens} of "
         f"{num_heads}: one launch {fused:.2f} us, separate kernels {separate:.2f} us"
     )
-    if known != gpu.name:
+    if name != gpu.name:
         return Choice(entry.kernel, entry.config, f"{gpu.name} has no measured table; {reason}")
     return Choice(entry.kernel, entry.config, reason, table.origin)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import itertools
 import json
@@ -31,24 +30,15 @@ def bench() -> None:
 
 
 def _result_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add where the results go and which commit they are of, and say what went wrong in words."""
-
-    @functools.wraps(command)
-    def told(**options: Any) -> None:
-        try:
-            command(**options)
-        except (OSError, RuntimeError, TypeError, ValueError) as error:
-            raise click.ClickException(str(error)) from error
-
-    added: Callable[..., None] = told
+    """Add where the results go and which commit they are of."""
     for option in (
         click.option(
             "--commit", default=None, help="The commit, where the sources are no git checkout."
         ),
         click.option("--json", "path", type=OutFile(), help="Write the results there."),
     ):
-        added = option(added)
-    return added
+        command = option(command)
+    return command
 
 
 def _chain_options(producer: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -369,9 +359,12 @@ def start_command(model: str, tp: int, path: Path | None, commit: str | None) ->
 
 @bench.command("plot")
 @click.argument("result", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.argument("picture", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("picture", type=OutFile())
 @click.option("--kind", "kinds", multiple=True, help="Only these, as a window; all by default.")
-def plot_command(result: Path, picture: Path, kinds: tuple[str, ...]) -> None:
+@click.option("--tokens", multiple=True, type=_COUNT, help="Only these; all by default.")
+def plot_command(
+    result: Path, picture: Path, kinds: tuple[str, ...], tokens: tuple[int, ...]
+) -> None:
     """Draw RESULT, a file of a benchmark, as PICTURE; no GPU is needed.
 
     Windows stacked; decode against its floor and peers; speed-up over shapes and M; bandwidth of
@@ -386,10 +379,13 @@ def plot_command(result: Path, picture: Path, kinds: tuple[str, ...]) -> None:
     except (ValueError, KeyError, TypeError) as error:
         message = f"RESULT: expected results of {', '.join(PLOTS)}, got {result}"
         raise click.ClickException(message) from error
-    entries = [e for e in document["entries"] if not kinds or e["kind"] in kinds]
-    if not entries:
-        known = ", ".join(dict.fromkeys(e["kind"] for e in document["entries"]))
-        raise click.ClickException(f"--kind: expected some of {known}, got {', '.join(kinds)}")
+    entries = document["entries"]
+    for option, wanted in (("kind", kinds), ("tokens", tokens)):
+        known = dict.fromkeys(str(entry.get(option)) for entry in entries)
+        entries = [entry for entry in entries if not wanted or entry.get(option) in wanted]
+        if not entries:
+            told = f"--{option}: expected some of {', '.join(known)}"
+            raise click.ClickException(f"{told}, got {', '.join(map(str, wanted))}")
     draw({**document, "entries": entries}, picture)
     click.echo(f"wrote {picture}")
 
@@ -402,25 +398,26 @@ def apply_command(results: tuple[Path, ...], tables: Path | None, page: Path | N
     """Make the shipped tables of exports of the tuner, or the docs' figures of results.
 
     Tables are the mean of several files of `tune --export`, a file a GPU and family of kernels;
-    --tables names the folder of all GPUs. A page shows the last of several result files.
+    --tables names the folder of all GPUs. A page shows the last of several result files, its table
+    or what is digested of it, as the page's markers say.
     """
-    from k3cupy.bench import forms, report
+    from k3cupy.bench import digests, forms, report
     from k3cupy.bench import tables as shipped
 
     if (tables is None) == (page is None):
         raise click.UsageError("say --tables with files of `tune --export`, or --page with results")
-    try:
-        if tables is not None:
-            for path in shipped.write_means(results, tables):
-                click.echo(f"wrote {path}")
-        if page is not None:
-            try:
-                chosen = report.with_shipped_choice(json.loads(results[-1].read_text("utf-8")))
-                text, marker = report.markdown(chosen), forms.form_of(chosen).marker
-            except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-                told = f"{results[-1]}, which is not one ({type(error).__name__}: {error})"
-                reject("results", "a file made by `python -m k3cupy bench --json`", told)
-            report.insert_markdown(page, text, marker)
-            click.echo(f"wrote {page}")
-    except (OSError, ValueError) as error:
-        raise click.ClickException(str(error)) from error
+    if tables is not None:
+        for path in shipped.write_means(results, tables):
+            click.echo(f"wrote {path}")
+    if page is not None:
+        try:
+            chosen = report.with_shipped_choice(json.loads(results[-1].read_text("utf-8")))
+            marker = forms.form_of(chosen).marker
+            parts = {marker: report.markdown(chosen), **digests.digests_of(chosen)}
+        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            told = f"{results[-1]}, which is not one ({type(error).__name__}: {error})"
+            reject("results", "a file made by `python -m k3cupy bench --json`", told)
+        there = [name for name in parts if report.has_markers(page, name)]
+        for name in there or [marker]:
+            report.insert_markdown(page, parts[name], name)
+        click.echo(f"wrote {', '.join(there)} of {page}")

@@ -19,7 +19,7 @@ from k3cupy.cli.options import (
 )
 from k3cupy.projections import preset_shapes
 from k3cupy.runtime import devices
-from k3cupy.runtime.errors import CompileError, ToolchainError, shown
+from k3cupy.runtime.errors import shown
 from k3cupy.tuning import files
 from k3cupy.tuning import tune as tuning
 
@@ -121,8 +121,6 @@ def tune(
                 click.echo(job)
             return
         report = tuning.tune(op=op, again=again, export=export, device=device, **options)
-    except (OSError, TypeError, ValueError, ToolchainError, CompileError) as error:
-        raise click.ClickException(str(error)) from error
     except KeyboardInterrupt:
         written = "" if export is None else f" and written to {export}"
         click.echo(

@@ -102,7 +102,7 @@ class MlaQueryConfig(Tuned):
     blocks_per_sm: int
 
     def is_valid(self) -> bool:
-        """Return whether the kernel can be compiled with these numbers, without spills."""
+        """Return whether the kernel can be compiled with these numbers."""
         return (
             self.is_typed
             and self.warps in (8, 16)
@@ -163,7 +163,7 @@ def why_not(problem: Any, gpu: DeviceInfo) -> str | None:
     """Return why a validated call cannot be one launch on a GPU, or None."""
     if problem.num_tokens > MAX_TOKENS:
         return f"{problem.num_tokens} tokens are more than {MAX_TOKENS}"
-    if gpu.compute_capability < (9, 0):
+    if not gpu.has_clusters:
         return f"{gpu.name} has no clusters of blocks"
     if problem.slow_reason is not None:
         return str(problem.slow_reason)

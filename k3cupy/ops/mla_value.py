@@ -15,6 +15,7 @@ from k3cupy.kernels import mla_value as kernel
 from k3cupy.kernels.mla_value import MlaValueConfig
 from k3cupy.reference.mla_value import mla_value_reference
 from k3cupy.runtime.devices import DeviceInfo
+from k3cupy.runtime.errors import reject
 
 
 def fused_mla_decode_value(
@@ -102,8 +103,15 @@ def _accept(values: Values, given: Given) -> HeadProblem:
 
 
 def _choose(problem: HeadProblem, gpu: DeviceInfo, given: Given) -> Choice:
-    tokens, heads = problem.num_tokens, problem.num_heads
-    return choose(kernel.KERNEL, problem.variant, tokens, heads, gpu, given["config"])
+    tokens, heads, config = problem.num_tokens, problem.num_heads, given["config"]
+    found = choose(kernel.KERNEL, problem.variant, tokens, heads, gpu, config)
+    needed = found.config.shared_bytes(problem.variant)
+    why = checks.lack_of_shared_memory(found.config, needed, gpu)
+    if why is None:
+        return found
+    if config is not None:
+        reject("config", "one that fits the GPU", why, "Take a smaller tile")
+    return Choice(kernel.KERNEL, kernel.UNTUNED, f"{found.reason}; but {why}")
 
 
 def _compute(_: HeadProblem, arrays: dict[str, Any]) -> None:
