@@ -439,6 +439,9 @@ class Soak:
         return sum(worker.calls for worker in self.workers)
 
     def run(self) -> Soak:
+        # What is there by now, of all tests before, is not looked at again in each lap.
+        gc.collect()
+        gc.freeze()
         for worker in self.workers:
             worker.start()
         begin = time.monotonic()

@@ -306,33 +306,51 @@ def test_prefill_demo_fails_when_the_context_is_wrong(
 # Tensor parallelism
 
 
-def two_ranks(*arguments: str, cwd: Path) -> list[tuple[int, str]]:
-    """Status and output of the example's ranks, as torchrun starts them, with gloo."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, str(EXAMPLES / "tensor_parallel_decode.py"), "--device", "cpu"]
-    ranks = [
-        subprocess.Popen(
-            [*command, *arguments],
-            cwd=cwd,
-            env={**os.environ, **shared, "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in "01"
-    ]
-    outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
-    return [(rank.returncode, output) for rank, output in zip(ranks, outputs, strict=True)]
+# A process that becomes two, each of them one of torchrun's ranks.
+RUN_RANKS = """
+import os, runpy, sys
+import k3cupy, torch
+
+second = os.fork()
+os.environ["RANK"] = os.environ["LOCAL_RANK"] = "0" if second else "1"
+sys.argv = sys.argv[1:]
+status = 0
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as end:
+    status = end.code or 0
+if second:
+    sys.exit(status or os.waitpid(second, 0)[1])
+sys.stdout.flush()
+os._exit(status)
+"""
 
 
 def test_two_ranks_equal_one(tmp_path: Path) -> None:
-    first, second = two_ranks("--heads", "2", "--tokens", "2", cwd=tmp_path)
-    assert (first[0], second[0]) == (0, 0), first[1] + second[1]
-    assert "2 heads on 2 x the CPU, 1 a rank" in first[1]
-    assert "All ranks agree with one alone" in first[1]
+    """The example's ranks with gloo, in the environment that torchrun gives them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    example = str(EXAMPLES / "tensor_parallel_decode.py")
+    options = ["--device", "cpu", "--heads", "2", "--tokens", "2"]
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_RANKS, example, *options],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(EXAMPLES), os.environ["PYTHONPATH"]]),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 heads on 2 x the CPU, 1 a rank" in done.stdout
+    assert "All ranks agree with one alone" in done.stdout
 
 
 def test_a_share_that_is_lost_is_found(

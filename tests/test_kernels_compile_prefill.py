@@ -78,9 +78,13 @@ SHIPPED = list(
 
 @in_programs(sm_90=2, everything=2)
 def test_every_instance(arch: str, part: slice) -> None:
-    """It compiles, nothing spills, the registers stay within bounds, and PDL is used in order."""
-    size = len(SHIPPED) if arch == "sm_90" else OTHERS
-    inspect(SOURCE, share_of(SHIPPED, f"mla_prefill for {arch}", size)[part], arch)
+    """It compiles, nothing spills, the registers stay within bounds, and PDL is used in order.
+
+    For sm_90 that is every instance of bf16, and else the commit's share.
+    """
+    always = [i for i in SHIPPED if arch == "sm_90" and "__half" not in i.name]
+    share = share_of(SHIPPED, f"mla_prefill for {arch}", OTHERS)
+    inspect(SOURCE, list(dict.fromkeys((*always, *share)))[part], arch)
 
 
 def test_every_candidate_compiles() -> None:
@@ -94,7 +98,7 @@ def test_every_candidate_compiles() -> None:
         Variant(QKV_QUANT, rope=True, vector=False),
     ]
     wanted = [inspected(variant, config) for variant in variants for config in CANDIDATES]
-    inspect(SOURCE, share_of(wanted, "candidates of mla_prefill", 14), "sm_90")
+    inspect(SOURCE, share_of(wanted, "candidates of mla_prefill", 6), "sm_90")
 
 
 @pytest.mark.parametrize("tasks", [4, 12])

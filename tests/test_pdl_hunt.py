@@ -26,6 +26,7 @@ from toolchain_helpers import (
     needs_disassembler,
     order_problems,
     sass_of,
+    share_of,
 )
 
 import k3cupy
@@ -539,7 +540,9 @@ SEEN_IN_CODE = [
 
 @pytest.mark.compiles
 @needs_disassembler
-@pytest.mark.parametrize(("kernel", "fault"), SEEN_IN_CODE, ids=str)
+@pytest.mark.parametrize(
+    ("kernel", "fault"), share_of(SEEN_IN_CODE, "faults that code tells", 9), ids=str
+)
 def test_the_machine_code_tells(kernel: str, fault: Fault, tmp_path: Path) -> None:
     """What is shipped passes the same look in the tests of each kernel's code."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC and cuda-core")

@@ -220,17 +220,33 @@ def test_two_versions_of_the_package_on_one_cache(tmp_path: Path) -> None:
 
 # No place to write (case 36)
 
+LIKE_CUPY = """
+import os
+os.makedirs(os.environ["CUPY_CACHE_DIR"], exist_ok=True)
+cuda = None
+"""
+"""What importing CuPy does to folders, without the second that all the rest of it takes."""
+
+
+@pytest.fixture
+def like_cupy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment in which that is what `import cupy` finds."""
+    folder = tmp_path_factory.mktemp("modules")
+    (folder / "cupy.py").write_text(LIKE_CUPY, encoding="utf-8")
+    search = [str(folder), str(Path(__file__).parent), *(entry for entry in sys.path if entry)]
+    return {"PYTHONPATH": os.pathsep.join(search)}
+
 
 @pytest.mark.parametrize(
-    ("words", "cache", "told"),
+    ("words", "cache", "told", "is_real"),
     [
-        (["no home"], None, "~/.cupy/kernel_cache cannot be used ("),
-        (["no home"], "", "~/.cupy/kernel_cache cannot be used ("),
-        (["no home", "read-only"], None, "~/.cupy/kernel_cache cannot be used ("),
-        (["read-only"], "/nowhere/kernels", "/nowhere/kernels cannot be used ("),
-        ([], "~nosuchuser/x", "~nosuchuser/x cannot be used ("),
-        ([], "/dev/null/x", "/dev/null/x cannot be used ("),
-        ([], None, "~/.cupy/kernel_cache cannot be used ("),
+        (["no home"], None, "~/.cupy/kernel_cache cannot be used (", False),
+        (["no home"], "", "~/.cupy/kernel_cache cannot be used (", False),
+        (["no home", "read-only"], None, "~/.cupy/kernel_cache cannot be used (", True),
+        (["read-only"], "/nowhere/kernels", "/nowhere/kernels cannot be used (", False),
+        ([], "~nosuchuser/x", "~nosuchuser/x cannot be used (", True),
+        ([], "/dev/null/x", "/dev/null/x cannot be used (", False),
+        ([], None, "~/.cupy/kernel_cache cannot be used (", False),
     ],
     ids=[
         "no home",
@@ -243,10 +259,18 @@ def test_two_versions_of_the_package_on_one_cache(tmp_path: Path) -> None:
     ],
 )
 def test_case36_no_place_is_one_warning(
-    words: list[str], cache: str | None, told: str, tmp_path: Path
+    words: list[str],
+    cache: str | None,
+    told: str,
+    is_real: bool,
+    like_cupy: dict[str, str],
+    tmp_path: Path,
 ) -> None:
-    pytest.importorskip("cupy")
-    process = begin(cache, "cupy", *words, env={"HOME": "/dev/null"}, cwd=tmp_path, count=4)
+    """With CuPy itself where it could make a folder of that name, and where all is forbidden."""
+    if is_real:
+        pytest.importorskip("cupy")
+    env = {"HOME": "/dev/null"} | ({} if is_real else like_cupy)
+    process = begin(cache, "cupy", *words, env=env, cwd=tmp_path, count=4)
     found = end(process, count=4)
     (text,) = found["said"]
     assert text.startswith(f"kernel cache: {told}")

@@ -47,6 +47,12 @@ class Shipped:
     def name(self) -> str:
         return self.config.name_expression(self.variant)
 
+    @property
+    def chosen(self) -> bool:
+        """Whether a table or a rule chooses it; else only a caller who names it gets it."""
+        tuned = configs("mla_decode", self.variant.kind) if self.variant.vector else ()
+        return self.config in (UNTUNED, *tuned)
+
 
 def variants() -> list[Variant]:
     """Every combination of flags that the kernel exists for."""
@@ -328,8 +334,11 @@ AnyInstance = TypeVar("AnyInstance")
 COMPILE_ALL = os.environ.get("K3CUPY_COMPILE_ALL") == "1"
 """`make compile-all` sets it: every instance for every architecture, however long it takes."""
 
-OTHERS = 3
+OTHERS = 2
 """How many instances of a source are compiled for an architecture that is not sm_90."""
+
+READ = 12
+"""Of how many instances of a program the code is read too: that takes a sixth of compiling them."""
 
 
 @functools.cache
@@ -395,22 +404,28 @@ class Code:
 _compiled: dict[tuple[str, str, str], dict[str, Code]] = {}
 
 
+def compiled(source: str, names: Sequence[str], arch: str) -> Cubin:
+    """One program of instances, each of which is in it once."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC and cuda-core")
+    if not known_to_nvrtc(arch.removesuffix("a")):
+        pytest.skip(f"this NVRTC does not know {arch}")
+    cubin = compile_cubin(source, names, arch)
+    assert cubin.code[:4] == b"\x7fELF"
+    assert set(cubin.symbols) == set(names)
+    assert len(set(cubin.symbols.values())) == len(names)
+    return cubin
+
+
 def code_of(source: str, names: Iterable[str], arch: str) -> dict[str, Code]:
     """The machine code of instances by name, each compiled once for all tests of this process.
 
     Those that nobody asked for before become one program, which is read in one go.
     """
-    pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC and cuda-core")
-    if not known_to_nvrtc(arch.removesuffix("a")):
-        pytest.skip(f"this NVRTC does not know {arch}")
     wanted = list(dict.fromkeys(names))
     known = _compiled.setdefault((sources.load(source).digest, source, arch), {})
     missing = [name for name in wanted if name not in known]
     if missing:
-        cubin = compile_cubin(source, missing, arch)
-        assert cubin.code[:4] == b"\x7fELF"
-        assert set(cubin.symbols) == set(missing)
-        assert len(set(cubin.symbols.values())) == len(missing)
+        cubin = compiled(source, missing, arch)
         if not HAS_DISASSEMBLER:
             pytest.skip(f"compiled but not inspected: {NO_DISASSEMBLER}")
         resources, programs = resources_of(cubin.code), sass_of(cubin.code)
@@ -420,17 +435,33 @@ def code_of(source: str, names: Iterable[str], arch: str) -> dict[str, Code]:
     return {name: known[name] for name in wanted}
 
 
+def resources_and_code_of(
+    source: str, names: Iterable[str], arch: str
+) -> tuple[dict[str, Resources], dict[str, Code]]:
+    """What all of some instances take, by name, and the machine code of the commit's share."""
+    wanted = list(dict.fromkeys(names))
+    read = share_of(wanted, f"code of {source} for {arch}", READ)
+    rest = [name for name in wanted if name not in read]
+    cubin = compiled(source, rest, arch) if rest else Cubin(b"", {})
+    code = code_of(source, read, arch)
+    resources = resources_of(cubin.code) if rest else {}
+    assert set(resources) == set(cubin.symbols.values())
+    used = {name: resources[symbol] for name, symbol in cubin.symbols.items()}
+    return used | {name: each.used for name, each in code.items()}, code
+
+
 def inspect(source: str, wanted: Sequence[Inspectable], arch: str) -> None:
-    """Compile instances; look at what they take and at their code."""
-    found = code_of(source, [instance.name for instance in wanted], arch)
+    """Compile instances; look at what they take, and at the code of a share."""
+    used, found = resources_and_code_of(source, [instance.name for instance in wanted], arch)
     problems = []
     for instance in wanted:
-        code = found[instance.name]
-        told = instance.resource_problems(code.used, arch)
-        told += instance.code_problems(code.program, arch)
-        may_flush = getattr(instance, "may_flush", lambda _: False)
-        flushing = [i for i in code.program if i.flushes and not may_flush(i)]
-        told += [f"flushes subnormal numbers: {i}" for i in flushing]
+        told = instance.resource_problems(used[instance.name], arch)
+        if instance.name in found:
+            program = found[instance.name].program
+            told += instance.code_problems(program, arch)
+            may_flush = getattr(instance, "may_flush", lambda _: False)
+            flushing = [i for i in program if i.flushes and not may_flush(i)]
+            told += [f"flushes subnormal numbers: {i}" for i in flushing]
         problems += [f"{instance.name}: {problem}" for problem in told]
     assert not problems, f"{arch}:\n" + "\n".join(problems)
 
