@@ -78,7 +78,11 @@ class LayerCall(MlaCall):
                 layer_oracle.query(self.args, tensor.dtype, in_steps=in_steps)
                 for in_steps in (False, True)
             )
-            layer_oracle.assert_as_good(tensor, exact, steps)
+            by_framework = self.device == "cuda" and self.dtype is torch.float16
+            if by_framework and self.tokens and self.explain().kernel == mla_query.SEPARATE:
+                layer_oracle.assert_as_good(tensor, exact, steps, slack=layer_oracle.OF_FRAMEWORK)
+            else:
+                layer_oracle.assert_as_good(tensor, exact, steps)
             return
         want = self.expected_values() if name == "out" else self.expected_norm(name)
         oracle.assert_within(tensor.cpu(), oracle.Within(want.exact.cpu(), want.error.cpu()), name)

@@ -72,11 +72,20 @@ AN_ELEMENT, A_ROW, ALL, SPREAD = 8.0, 1.4, 1.01, 0.45
 is off by some 6%, that of R rows by 6% over the root of R, or of the heads alone where tokens are
 alike. An element's is counted in averages of its row, beside its own rounding."""
 
+OF_FRAMEWORK = 1.5
+"""The same where a product of the framework in float16 is among the steps: PyTorch lets cuBLAS add
+parts of its sums in float16."""
+
 _ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-10, oracle.E4M3: 2**-4}
 
 
 def assert_as_good(
-    got: torch.Tensor, exact: torch.Tensor, steps: torch.Tensor, what: str = "mqa_q"
+    got: torch.Tensor,
+    exact: torch.Tensor,
+    steps: torch.Tensor,
+    what: str = "mqa_q",
+    *,
+    slack: float = 1.0,
 ) -> None:
     """NaN where it must be and nowhere else; the errors of a row, and of all, are no larger."""
     found = got.cpu().double()
@@ -85,7 +94,7 @@ def assert_as_good(
         (rows - exact).nan_to_num(0.0, torch.inf, torch.inf).flatten(0, -2).abs()
         for rows in (found, steps)
     )
-    ours, limit = error.norm(dim=-1), of_steps.norm(dim=-1)
+    ours, limit = error.norm(dim=-1), slack * of_steps.norm(dim=-1)
     if not len(ours):
         return
     of_element = AN_ELEMENT * limit[:, None] * exact.shape[-1] ** -0.5
