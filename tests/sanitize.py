@@ -326,12 +326,13 @@ FAULTS = (
     ),
     Fault(
         "memcheck",
-        "norm: the row behind is stored",
+        "norm: a row far behind the last one is stored",
         (
             Edit(
                 "mla_norm.cu",
                 "q + static_cast<unsigned long long>(token)",
-                "q + static_cast<unsigned long long>(token + 1)",
+                # The next row may lie in another tensor, which memcheck cannot tell from its own.
+                "q + static_cast<unsigned long long>(token + (1u << 20))",
             ),
         ),
         "norm-5-6",
