@@ -278,12 +278,14 @@ def test_the_tuner_times_a_product_in_its_chain(
 def test_the_tuner_times_an_epilogue_in_its_chain(
     family: str, launches: list[Small], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, cls in (("DecodeStep", DecodeStep), ("PrefillStep", PrefillStep)):
-        monkeypatch.setattr(benches, name, functools.partial(cls, device="cpu"))
+    monkeypatch.setattr(benches, "PrefillStep", functools.partial(PrefillStep, device="cpu"))
     monkeypatch.setattr(DecodeStep, "run", lambda *_: None)
     monkeypatch.setattr(PrefillStep, "run", lambda *_: None)
-    made: Any = benches.DecodeBench if family == "mla_decode" else benches.PrefillBench
-    bench = made("16bit+same" if family == "mla_decode" else "fused_mla_kv_concat", 3, 2)
+    bench: Any
+    if family == "mla_decode":
+        bench = benches.StepBench(DecodeStep("16bit+same", 3, 2, device="cpu"))
+    else:
+        bench = benches.PrefillBench("fused_mla_kv_concat", 3, 2)
     before = 0 if family == "mla_decode" else 1
     for body in (bench.base(), bench.body(family, None)):
         launches.clear()

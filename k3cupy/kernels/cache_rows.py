@@ -26,6 +26,20 @@ def cache_values(problem: Any, num_tokens: int) -> dict[str, int]:
     }
 
 
+def scale_numbers(problem: Any) -> dict[str, str]:
+    """Return which numbers come with each call of an absorbed query and its cache rows.
+
+    That is, of the scales which the formats have, those that are no tensors: parameter -> argument.
+    """
+    views, variant = problem.views, problem.variant
+    scales = {"q_scale_inv": variant.query_fp8, "cache_scale_inv": variant.cache == "fp8"}
+    return {
+        name.replace("_inv", "_value"): name
+        for name, is_used in scales.items()
+        if is_used and name not in views
+    }
+
+
 def rope_values(problem: Any) -> dict[str, int]:
     """Return what tells where a token's row of the RoPE table is; nothing without one."""
     views = problem.views

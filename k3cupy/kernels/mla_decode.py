@@ -8,7 +8,7 @@ from typing import Any
 from k3cupy.call.launch import Launch, Parameters
 from k3cupy.constants import CHUNK_ELEMENTS, CTYPES, KV_LORA_RANK, LATENT_DIM
 from k3cupy.kernels import Tuned
-from k3cupy.kernels.cache_rows import cache_values, rope_values
+from k3cupy.kernels.cache_rows import cache_values, rope_values, scale_numbers
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.instances import Instance, instantiation
 from k3cupy.runtime.launch import divisor_constants
@@ -198,17 +198,12 @@ def _launch(problem: Any, config: MlaDecodeConfig, start: int, num_tokens: int) 
     }
     row_bytes = LATENT_DIM * (1 if variant.query_fp8 else 2)
     addresses["mqa_q"] = ("out", start * num_heads * row_bytes)
-    scales = {"q_scale_inv": variant.query_fp8, "cache_scale_inv": variant.cache == "fp8"}
     return Launch(
         instance=config.instance(variant_of(problem)),
         parameters=PARAMETERS,
         values=values,
         addresses=addresses,
-        numbers={
-            name.replace("_inv", "_value"): name
-            for name, is_used in scales.items()
-            if is_used and name not in views
-        },
+        numbers=scale_numbers(problem),
         grid=config.cache_blocks(num_tokens) + config.query_blocks(num_tokens * num_heads),
         block=config.block_size,
         strides_are_64_bit=not variant.vector,

@@ -14,7 +14,7 @@ from k3cupy.constants import (
     QK_NOPE_HEAD_DIM,
 )
 from k3cupy.kernels import Tuned, mla_decode
-from k3cupy.kernels.cache_rows import cache_values, rope_values
+from k3cupy.kernels.cache_rows import cache_values, rope_values, scale_numbers
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.instances import Instance, instantiation
 from k3cupy.runtime.tensors import byte_stride
@@ -196,18 +196,13 @@ def launches(problem: Any, config: MlaQueryConfig, _gpu: DeviceInfo) -> list[Lau
     }
     addresses = {name: (name, 0) for name in views if name != "out"}
     addresses["mqa_q"] = ("out", 0)
-    scales = {"q_scale_inv": variant.query_fp8, "cache_scale_inv": variant.cache == "fp8"}
     return [
         Launch(
             instance=config.instance(variant),
             parameters=PARAMETERS,
             values=values,
             addresses=addresses,
-            numbers={
-                name.replace("_inv", "_value"): name
-                for name, is_used in scales.items()
-                if is_used and name not in views
-            },
+            numbers=scale_numbers(problem),
             grid=problem.num_heads,
             block=config.threads,
             shared_bytes=config.shared_bytes(variant.tile_m),

@@ -62,26 +62,25 @@ class GemmBench:
         return self._chain.around(graphs.in_turns(call, self._weights))
 
 
-class DecodeBench:
-    """The decode epilogue between the absorbed-query matmul and what reads mqa_q."""
+class StepBench:
+    """A step without weights in its chain: the decode epilogue, or the norms."""
 
     launches, replays = LAUNCHES, 9
     first: Callable[[], Any] | None = None
 
-    def __init__(self, problem: str, tokens: int, heads: int) -> None:
-        self._step = DecodeStep(problem, tokens, heads)
-        self._chain = self._step.chain()
+    def __init__(self, step: DecodeStep | NormStep) -> None:
+        self._step, self._chain = step, step.chain()
 
     def check(self, kernel: str, config: Any) -> str | None:
-        """Compare all bits with the CPU reference."""
+        """Compare with what is right, as the step does."""
         return self._step.check(lambda: self._step.run(config))
 
     def base(self) -> Body:
-        """Return the chain without the epilogue."""
+        """Return the chain without the step."""
         return self._chain.around()
 
     def body(self, kernel: str, config: Any) -> Body:
-        """Return the chain with the epilogue."""
+        """Return the chain with the step."""
         return self._chain.around(lambda: self._step.run(config))
 
 
@@ -114,29 +113,6 @@ class PrefillBench:
             for chain, step in zip(self._chains, self._steps, strict=True)
         ]
         return graphs.in_turns(lambda link: link(), links)
-
-
-class NormBench:
-    """The norms between what writes the first projection's output and what reads theirs."""
-
-    launches, replays = LAUNCHES, 9
-    first: Callable[[], Any] | None = None
-
-    def __init__(self, tokens: int) -> None:
-        self._step = NormStep(tokens)
-        self._chain = self._step.chain()
-
-    def check(self, kernel: str, config: Any) -> str | None:
-        """Compare with the norms in float64."""
-        return self._step.check(lambda: self._step.run(config))
-
-    def base(self) -> Body:
-        """Return the chain without the norms."""
-        return self._chain.around()
-
-    def body(self, kernel: str, config: Any) -> Body:
-        """Return the chain with the norms."""
-        return self._chain.around(lambda: self._step.run(config))
 
 
 class LayerBench:

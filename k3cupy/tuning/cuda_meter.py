@@ -17,14 +17,14 @@ from k3cupy.runtime.instances import Instance
 from k3cupy.timing import graphs
 from k3cupy.timing.benches import (
     Bench,
-    DecodeBench,
     GemmBench,
     LayerBench,
-    NormBench,
     PrefillBench,
+    StepBench,
 )
 from k3cupy.timing.cold import pool_of
-from k3cupy.timing.mla_steps import QueryStep, ValueStep, kv_b_shape, layer_shape
+from k3cupy.timing.decode_step import DecodeStep
+from k3cupy.timing.mla_steps import NormStep, QueryStep, ValueStep, kv_b_shape, layer_shape
 from k3cupy.tuning.engine import Effort
 from k3cupy.tuning.entries import Candidate
 from k3cupy.tuning.targets import GemmTarget, Target
@@ -114,9 +114,10 @@ class CudaMeter:
             make_step, shape_of = _WITH_WEIGHTS[target.family]
             return LayerBench(make_step(*named), shape_of(target.heads), self._pool)
         if target.family == MLA_NORM:
-            return NormBench(target.tokens)
-        make = DecodeBench if target.family == MLA_DECODE else PrefillBench
-        return make(*named)
+            return StepBench(NormStep(target.tokens))
+        if target.family == MLA_DECODE:
+            return StepBench(DecodeStep(*named))
+        return PrefillBench(*named)
 
     def _forget(self) -> None:
         """Let go of tensors and graphs before those of the next target come."""
