@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import BF16, E4M3
+from helpers import BF16, E4M3, Producer
+from mla_helpers import as_list, as_out, poisoned_outs
 from oracle import codes
 
 
@@ -20,6 +21,37 @@ def wrapped(call: Any, wrap: Callable[[Any], Any], *names: str) -> dict[str, Any
         else value
         for name, value in call.arguments().items()
     }
+
+
+def as_torch(call: Any, result: Any) -> Any:
+    """Outputs of any CPU framework as tensors."""
+    pairs = zip(as_list(result), call.outputs, strict=True)
+    return as_out([torch_of(array, call.output_dtype(name)) for array, name in pairs])
+
+
+def check_bare_objects(call: Any, producer: Callable[[Any], Any]) -> None:
+    """A call of objects that have nothing but DLPack's methods, outputs among them."""
+    before = call.snapshot()
+    outs = [box.tensor for box in poisoned_outs(call)]
+    given = [producer(out) for out in outs]
+    result = call.run(**wrapped(call, producer), out=as_out(given))
+    assert all(a is b for a, b in zip(as_list(result), given, strict=True))
+    call.check(before, as_out(outs))
+
+
+def check_one_bare_object(call: Any, name: str) -> None:
+    """The same of one argument; the others are tensors."""
+    before = call.snapshot()
+    outs = as_out([box.tensor for box in poisoned_outs(call)])
+    call.check(before, call.run(**wrapped(call, Producer, name), out=outs))
+
+
+def check_numpy_arrays(call: Any) -> None:
+    before = call.snapshot()
+    result = call.run(**wrapped(call, numpy_of))
+    for array in as_list(result):
+        assert isinstance(array, np.ndarray)
+    call.check(before, as_torch(call, result))
 
 
 def torch_of(array: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+import numpy as np
 import oracle
 import pytest
 import torch
 from helpers import BF16, FP16, every_other, exactly, moved, padded
-from mla_helpers import MlaCall, as_out, poisoned_outs, refused
+from mla_helpers import MlaCall, as_out, poisoned_outs, refused, run_and_check
 
 FLOATS_OF_8_BITS = (torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 _SCALED = ("decode", "query")
@@ -149,6 +150,30 @@ def of_scales(form: Any) -> Iterator[Refusal]:
         yield put("not asked for", "q_scale_inv", 1.5, exactly("a scale"))
 
 
+def of_epsilon() -> Iterator[Refusal]:
+    for value in (math.nan, math.inf, -1e-6, 1e39, -1, np.float64(-1.0), Fraction(-1, 3)):
+        yield put(repr(value), "eps", value, its_value)
+    for junk in (None, "1e-6", True, [1e-6], torch.tensor(1e-6), np.array([1e-6])):
+        yield put(repr(junk), "eps", junk, ".")
+
+
+def by_argument(refusals: Iterable[Refusal]) -> dict[str, list[Refusal]]:
+    """Refusals by the argument that is changed."""
+    found: dict[str, list[Refusal]] = {}
+    for refusal in refusals:
+        found.setdefault(refusal.name, []).append(refusal)
+    return found
+
+
+def check_refused(call: MlaCall, refusals: list[Refusal]) -> None:
+    """Also after a good call: a plan that is kept hides nothing, and a refusal spoils no plan."""
+    problems = problems_of(call, refusals)
+    run_and_check(call)
+    problems += problems_of(call, refusals)
+    run_and_check(call)
+    assert not problems, "\n".join(problems)
+
+
 def problems_of(call: MlaCall, refusals: list[Refusal]) -> list[str]:
     """Try each of the refusals; what is wrong with them."""
     boxes = poisoned_outs(call)
@@ -184,3 +209,18 @@ def with_shared_memory(
 
 
 OVERLAP = exactly("tensors that overlap")
+
+
+def check_outs_overlap(call: MlaCall, names: Iterable[str]) -> None:
+    """Refused, also when a call of the same shapes and alignment was fine before."""
+    outs = [box.tensor for box in poisoned_outs(call)]
+    run_and_check(call, out=as_out(outs))
+    for index in range(len(outs)):
+        for name in names:
+            changed, inside = with_shared_memory(call, outs[index], name)
+            given = as_out([*outs[:index], changed, *outs[index + 1 :]])
+            text = refused(call, rf"out(\[\d\])?|{name}", OVERLAP, out=given, **{name: inside})
+            assert name in text
+            assert "out" in text
+            assert not changed.view(torch.uint8).flatten()[:-16].any()
+    run_and_check(call, out=as_out(outs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,6 +40,9 @@ from refusal_helpers import (
     FLOATS_OF_8_BITS,
     OVERLAP,
     Refusal,
+    by_argument,
+    check_outs_overlap,
+    check_refused,
     its_dtype,
     its_shape,
     its_strides,
@@ -49,7 +53,6 @@ from refusal_helpers import (
     of_scales,
     of_slots_and_positions,
     of_the_cache,
-    problems_of,
     put,
     with_shared_memory,
 )
@@ -187,11 +190,7 @@ def table_of(form: Form) -> dict[str, list[Refusal]]:
     """Every refusal of a form by the argument that is changed."""
     parts = [of_inputs, of_no_tensors, of_outputs, of_scales, of_settings]
     parts += [of_the_cache, of_slots_and_positions] if form.has_cache else []
-    found: dict[str, list[Refusal]] = {}
-    for part in parts:
-        for refusal in part(form):
-            found.setdefault(refusal.name, []).append(refusal)
-    return found
+    return by_argument(itertools.chain.from_iterable(part(form) for part in parts))
 
 
 TABLE = {form.name: table_of(form) for form in FORMS.values()}
@@ -206,13 +205,7 @@ TABLE = {form.name: table_of(form) for form in FORMS.values()}
     ],
 )
 def test_refused(device: str, form: Form, name: str) -> None:
-    """Also after a good call: a plan that is kept hides nothing, and a refusal spoils no plan."""
-    call = base(form, device)
-    problems = problems_of(call, TABLE[form.name][name])
-    run_and_check(call)
-    problems += problems_of(call, TABLE[form.name][name])
-    run_and_check(call)
-    assert not problems, "\n".join(problems)
+    check_refused(base(form, device), TABLE[form.name][name])
 
 
 def test_the_tables_are_whole() -> None:
@@ -276,19 +269,7 @@ def test_explain_names_an_unknown_operation() -> None:
 
 @each_form
 def test_an_out_that_overlaps_an_argument(device: str, form: Form) -> None:
-    """Refused, also when a call of the same shapes and alignment was fine before."""
-    call = base(form, device)
-    outs = [box.tensor for box in poisoned_outs(call)]
-    run_and_check(call, out=as_out(outs))
-    for index in range(len(outs)):
-        for name in form.tensors:
-            changed, inside = with_shared_memory(call, outs[index], name)
-            given = as_out([*outs[:index], changed, *outs[index + 1 :]])
-            text = refused(call, rf"out(\[\d\])?|{name}", OVERLAP, out=given, **{name: inside})
-            assert name in text
-            assert "out" in text
-            assert not changed.view(torch.uint8).flatten()[:-16].any()
-    run_and_check(call, out=as_out(outs))
+    check_outs_overlap(base(form, device), form.tensors)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "concat_fp8"])

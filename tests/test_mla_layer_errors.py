@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from fractions import Fraction
@@ -17,15 +18,17 @@ from mla_layer_helpers import LAYER_FORMS, NORM, LayerCall, LayerForm
 from refusal_helpers import (
     OVERLAP,
     Refusal,
+    by_argument,
+    check_outs_overlap,
+    check_refused,
     its_dtype,
     its_shape,
     its_strides,
     its_type,
     its_value,
+    of_epsilon,
     of_no_tensors,
-    problems_of,
     put,
-    with_shared_memory,
 )
 
 import k3cupy
@@ -111,10 +114,7 @@ def of_settings(form: LayerForm) -> Iterator[Refusal]:
     invalid: list[Any] = [k3cupy.MlaPrefillConfig(8, 1)]
     if form.kind == NORM:
         invalid += [k3cupy.MlaNormConfig(n) for n in (0, 4, 12, -1)]
-        for value in (math.nan, math.inf, -1e-6, 1e39, -1, np.float64(-1.0), Fraction(-1, 3)):
-            yield put(repr(value), "eps", value, its_value)
-        for junk in (None, "1e-6", True, [1e-6], torch.tensor(1e-6), np.array([1e-6])):
-            yield put(repr(junk), "eps", junk, ".")
+        yield from of_epsilon()
     else:
         sizes = ((8, 8, 8), (12, 16, 8), (16, 256, 8), (16, 16, 3), (16.0, 16, 8))
         invalid += [k3cupy.MlaValueConfig(*each) for each in sizes]
@@ -124,11 +124,8 @@ def of_settings(form: LayerForm) -> Iterator[Refusal]:
 
 def table_of(form: LayerForm) -> dict[str, list[Refusal]]:
     """Every refusal of a form by the argument that is changed."""
-    found: dict[str, list[Refusal]] = {}
-    for part in (of_inputs, of_no_tensors, of_outputs, of_settings):
-        for refusal in part(form):
-            found.setdefault(refusal.name, []).append(refusal)
-    return found
+    parts = (of_inputs, of_no_tensors, of_outputs, of_settings)
+    return by_argument(itertools.chain.from_iterable(part(form) for part in parts))
 
 
 TABLE = {form.name: table_of(form) for form in FORMS}
@@ -139,13 +136,7 @@ TABLE = {form.name: table_of(form) for form in FORMS}
     [pytest.param(form, name, id=f"{form}-{name}") for form in FORMS for name in TABLE[form.name]],
 )
 def test_refused(device: str, form: LayerForm, name: str) -> None:
-    """Also after a good call: a plan that is kept hides nothing, and a refusal spoils no plan."""
-    call = base(form, device)
-    problems = problems_of(call, TABLE[form.name][name])
-    run_and_check(call)
-    problems += problems_of(call, TABLE[form.name][name])
-    run_and_check(call)
-    assert not problems, "\n".join(problems)
+    check_refused(base(form, device), TABLE[form.name][name])
 
 
 def test_the_tables_are_whole() -> None:
@@ -168,22 +159,13 @@ def test_epsilons_are_numbers_of_any_kind(device: str) -> None:
 
 @each_form
 def test_an_out_that_overlaps_an_argument(device: str, form: LayerForm) -> None:
-    """Refused, also when a call of the same shapes and alignment was fine before."""
     call = base(form, device)
-    outs = [box.tensor for box in poisoned_outs(call)]
-    run_and_check(call, out=as_out(outs))
-    for index in range(len(outs)):
-        for name in form.tensors:
-            changed, inside = with_shared_memory(call, outs[index], name)
-            given = as_out([*outs[:index], changed, *outs[index + 1 :]])
-            text = refused(call, rf"out(\[\d\])?|{name}", OVERLAP, out=given, **{name: inside})
-            assert name in text
-            assert "out" in text
-    if len(outs) > 1:
+    check_outs_overlap(call, form.tensors)
+    if len(form.outputs) > 1:
         both = torch.zeros(TOKENS * 2048, dtype=BF16, device=device)
         q, kv = both[: TOKENS * 1536].view(-1, 1536), both[-TOKENS * 512 - 8 : -8].view(-1, 512)
         refused(call, r"out\[\d\]", OVERLAP, out=(q, kv))
-    run_and_check(call, out=as_out(outs))
+        run_and_check(call, out=as_out([box.tensor for box in poisoned_outs(call)]))
 
 
 @each_form

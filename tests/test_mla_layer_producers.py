@@ -7,7 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from array_helpers import cupy_of, jax_of, numpy_of, torch_of, wrapped
+from array_helpers import (
+    as_torch,
+    check_bare_objects,
+    check_numpy_arrays,
+    check_one_bare_object,
+    cupy_of,
+    jax_of,
+    numpy_of,
+    wrapped,
+)
 from helpers import BF16, FP16, OldProducer, Producer, exactly
 from mla_helpers import as_list, as_out, poisoned_outs, refused, run_and_check
 from mla_layer_helpers import LAYER_FORMS, LayerCall, LayerForm
@@ -21,42 +30,22 @@ def base(form: LayerForm, device: str = "cpu", **options: Any) -> LayerCall:
     return form.make(9, 3, rope=True, scale_tensors=True, device=device, **options)
 
 
-def as_torch(call: LayerCall, result: Any) -> Any:
-    """Outputs of any CPU framework as tensors."""
-    pairs = zip(as_list(result), call.outputs, strict=True)
-    return as_out([torch_of(array, call.output_dtype(name)) for array, name in pairs])
-
-
 @pytest.mark.parametrize("producer", [Producer, OldProducer])
 @each_form
 def test_bare_dlpack_objects(device: str, producer: type[Producer], form: LayerForm) -> None:
-    call = base(form, device)
-    before = call.snapshot()
-    outs = [box.tensor for box in poisoned_outs(call)]
-    given = [producer(out) for out in outs]
-    result = call.run(**wrapped(call, producer), out=as_out(given))
-    assert all(a is b for a, b in zip(as_list(result), given, strict=True))
-    call.check(before, as_out(outs))
+    check_bare_objects(base(form, device), producer)
 
 
 @each_form
 def test_one_bare_object_among_tensors(device: str, form: LayerForm) -> None:
     for name in form.tensors:
-        call = base(form, device)
-        before = call.snapshot()
-        outs = as_out([box.tensor for box in poisoned_outs(call)])
-        call.check(before, call.run(**wrapped(call, Producer, name), out=outs))
+        check_one_bare_object(base(form, device), name)
 
 
 @each_dtype
 @each_form
 def test_case16_numpy_arrays(form: LayerForm, dtype: torch.dtype) -> None:
-    call = base(form, dtype=dtype)
-    before = call.snapshot()
-    result = call.run(**wrapped(call, numpy_of))
-    for array in as_list(result):
-        assert isinstance(array, np.ndarray)
-    call.check(before, as_torch(call, result))
+    check_numpy_arrays(base(form, dtype=dtype))
 
 
 @each_form

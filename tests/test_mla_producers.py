@@ -10,11 +10,20 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from array_helpers import cupy_of, jax_of, numpy_of, torch_of, wrapped
+from array_helpers import (
+    as_torch,
+    check_bare_objects,
+    check_numpy_arrays,
+    check_one_bare_object,
+    cupy_of,
+    jax_of,
+    numpy_of,
+    torch_of,
+    wrapped,
+)
 from helpers import BF16, E4M3, FP16, OldProducer, Producer, exactly, run_child
 from mla_helpers import (
     FORMS,
-    OUTPUTS,
     Form,
     MlaCall,
     as_list,
@@ -35,34 +44,19 @@ def base(form: Form, device: str = "cpu", **options: Any) -> MlaCall:
     return form.make(9, 3, rope=True, scale_tensors=True, device=device, **options)
 
 
-def as_torch(call: MlaCall, result: Any) -> Any:
-    """Outputs of any CPU framework as tensors."""
-    pairs = zip(as_list(result), OUTPUTS[call.kind], strict=True)
-    return as_out([torch_of(array, call.output_dtype(name)) for array, name in pairs])
-
-
 # Objects that have nothing but __dlpack__ and __dlpack_device__
 
 
 @pytest.mark.parametrize("producer", [Producer, OldProducer])
 @each_form
 def test_bare_dlpack_objects(device: str, producer: type[Producer], form: Form) -> None:
-    call = base(form, device)
-    before = call.snapshot()
-    outs = [box.tensor for box in poisoned_outs(call)]
-    given = [producer(out) for out in outs]
-    result = call.run(**wrapped(call, producer), out=as_out(given))
-    assert all(a is b for a, b in zip(as_list(result), given, strict=True))
-    call.check(before, as_out(outs))
+    check_bare_objects(base(form, device), producer)
 
 
 @each_form
 def test_one_bare_object_among_tensors(device: str, form: Form) -> None:
     for name in form.tensors:
-        call = base(form, device)
-        before = call.snapshot()
-        outs = as_out([box.tensor for box in poisoned_outs(call)])
-        call.check(before, call.run(**wrapped(call, Producer, name), out=outs))
+        check_one_bare_object(base(form, device), name)
 
 
 @each_form
@@ -159,12 +153,7 @@ def test_a_kept_plan_keeps_no_memory_alive(name: str) -> None:
 @DTYPES
 @each_form
 def test_case16_numpy_arrays(form: Form, dtype: torch.dtype) -> None:
-    call = base(form, dtype=dtype)
-    before = call.snapshot()
-    result = call.run(**wrapped(call, numpy_of))
-    for array in as_list(result):
-        assert isinstance(array, np.ndarray)
-    call.check(before, as_torch(call, result))
+    check_numpy_arrays(base(form, dtype=dtype))
 
 
 def test_case16_k_pe_of_e4m3_from_numpy() -> None:
