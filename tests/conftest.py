@@ -6,6 +6,7 @@ import contextlib
 import gc
 import importlib
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -141,6 +142,18 @@ def gpu_is_healthy(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if request.node.get_closest_marker("gpu") is not None:
         torch.cuda.synchronize()
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    """No test finds what PyTorch's compiler made of our functions, or gave up, in another.
+
+    It never looks again into a function that it gave up once.
+    """
+    yield
+    convert_frame = sys.modules.get("torch._dynamo.convert_frame")
+    if convert_frame is not None and convert_frame.input_codes.seen:
+        torch.compiler.reset()
 
 
 @pytest.fixture

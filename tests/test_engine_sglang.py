@@ -430,7 +430,6 @@ def test_a_compiler_that_traces_gets_sglangs_function(engine: Engine) -> None:
     calls = engine().calls
     sglang.install()
     tiny = load(f"{GEMM}.kimi_k3").kimi_k3_tiny_gemm
-    torch._dynamo.reset()
     compiled = torch.compile(lambda x, w: tiny(x, w) + 1, backend="eager", fullgraph=True)
     x, weight = normal((4, K), 0), normal((N, K), 1)
     torch.testing.assert_close(compiled(x, weight), nn.functional.linear(x, weight) + 1)

@@ -188,7 +188,6 @@ def test_compiled_without_a_break(dtype: torch.dtype) -> None:
     engine.install(model)
     expected, _ = decode(model, latent_cache(model), 1, steps=4)
     served = engine.report()[ROW].served
-    torch._dynamo.reset()
     compiled = torch.compile(model.forward, fullgraph=True, backend="eager", dynamic=False)
     found, _ = decode(model, latent_cache(model), 1, steps=4, forward=compiled)
     assert torch.equal(found, expected)
@@ -585,7 +584,6 @@ def test_compiled_code_calls_what_was_put_into_a_layer(name: str, hooked: bool) 
         adapter.weight = linear.weight  # as adapters of others have it: that of the layer below
         setattr(attention(model, 0), name, adapter)
     _, expected = decode(model, latent_cache(model), 1, steps=4)
-    torch._dynamo.reset()
     compiled = torch.compile(model.forward, backend="eager", dynamic=False)
     _, found = decode(model, latent_cache(model), 1, steps=4, forward=compiled)
     assert torch.allclose(found, expected, atol=1e-5)

@@ -226,7 +226,6 @@ def test_code_that_is_compiled_holds_the_operator(
         graphs.append(graph.code)
         return graph
 
-    torch._dynamo.reset()
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
     with torch.inference_mode():
         compiled(rand(4, K))
@@ -235,7 +234,6 @@ def test_code_that_is_compiled_holds_the_operator(
     assert "None, True, False)" in code, "no residual, a static weight, the fastest kernel"
     assert code.count("_nn.linear") == 1
     assert counts(vllm, LINEAR) == (0, {}), "the operator counts when it runs"
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("what", ["a bias", "another backend", "another type"])
@@ -257,10 +255,8 @@ def test_compiled_code_leaves_to_vllm(
         graphs.append(graph.code)
         return graph
 
-    torch._dynamo.reset()
     with torch.inference_mode():
         out = torch.compile(layer, backend=backend, fullgraph=True)(x)
-    torch._dynamo.reset()
     assert torch.equal(out, torch.nn.functional.linear(x, layer.weight, layer.bias))
     assert len(graphs) == 1
     assert "k3cupy" not in graphs[0]

@@ -86,7 +86,6 @@ def test_a_compiled_layer_runs_our_kernel(on_gpu: Any) -> None:
     on_gpu.install(LINEAR)
     base = imported(facts.LINEAR).LinearBase
     layer = base(torch.randn(2304, 1536).bfloat16()).cuda()
-    torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
     with torch.inference_mode():
         for count in (4, 65):
@@ -96,7 +95,6 @@ def test_a_compiled_layer_runs_our_kernel(on_gpu: Any) -> None:
     kernels = {row.num_tokens: row.choice.kernel for row in k3cupy.dispatch_report() if row.calls}
     assert set(kernels) == {4, 65}
     assert kernels[65] == "linear"
-    torch._dynamo.reset()
 
 
 def test_a_worker_that_was_warmed_up_captures_our_kernels(on_gpu: Any, tmp_path: Path) -> None:

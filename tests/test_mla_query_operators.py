@@ -18,11 +18,6 @@ import k3cupy
 HEADS = 2
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> None:
-    torch._dynamo.reset()
-
-
 def call_of(form: LayerForm, tokens: int = 4) -> LayerCall:
     """The same call for the same number of tokens, in memory of its own, with RoPE."""
     more = {"num_blocks": 3} if form.has_cache else {}

@@ -65,7 +65,6 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traced]:
         yield seen
     trace_rules._recompile_re()
     plans.tables_changed()
-    torch._dynamo.reset()
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -350,7 +350,6 @@ class Block(nn.Module):
 @pytest.fixture
 def blocks() -> tuple[nn.Module, nn.Module]:
     """An enabled block on the GPU, and a plain one with the same weights."""
-    torch._dynamo.reset()
     torch.manual_seed(0)
     plain = Block().requires_grad_(False).cuda()
     mine = copy.deepcopy(plain)

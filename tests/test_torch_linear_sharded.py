@@ -280,7 +280,6 @@ def test_case50_a_sharded_model_in_either_order(
 def test_case50_compiled_shares_are_the_operators(
     mesh: Any, calls: Calls, enabled_first: bool
 ) -> None:
-    torch._dynamo.reset()
     plain, mine = (sharded(WAYS["parallel"], mesh, first) for first in (None, enabled_first))
     run = torch.compile(mine, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
@@ -298,7 +297,6 @@ def test_case50_compiled_shares_are_the_operators(
 def test_case50_compiled_a_gathered_weight_is_never_promised(
     mesh: Any, calls: Calls, enabled_first: bool
 ) -> None:
-    torch._dynamo.reset()
     plain, mine = (sharded(WAYS["fully_shard"], mesh, first) for first in (None, enabled_first))
     run = torch.compile(mine, backend="eager")
     with torch.no_grad():

@@ -231,7 +231,6 @@ def test_case50_sharded(mesh: Any, calls: Calls, shard: Any, enabled_first: bool
 
 
 def test_case50_compiled_shares(mesh: Any) -> None:
-    torch._dynamo.reset()
     model, plain = parallel(made().requires_grad_(False), mesh), made()
     enabled(model)
     run, x = torch.compile(model), normal((4, K), 1, "cuda")

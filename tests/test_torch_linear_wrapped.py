@@ -185,7 +185,6 @@ def test_case35_a_replacement_for_all_layers_is_not_bypassed(
 def test_case35_a_replacement_for_all_layers_in_compiled_code(
     layer: nn.Linear, x: torch.Tensor
 ) -> None:
-    torch._dynamo.reset()
     enable(layer)
     own, want = nn.Linear.forward, F.linear(x, layer.weight)
     run = torch.compile(layer, backend="eager", fullgraph=True)
@@ -250,7 +249,6 @@ class Doubling(torch.overrides.TorchFunctionMode):
 def test_case35_a_mode_that_changes_pytorchs_linear_in_compiled_code(
     layer: nn.Linear, x: torch.Tensor
 ) -> None:
-    torch._dynamo.reset()
     enable(layer)
 
     @functools.partial(torch.compile, backend="eager")

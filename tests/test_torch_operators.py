@@ -42,11 +42,6 @@ ALONG_TOKENS = (
 )
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> None:
-    torch._dynamo.reset()
-
-
 class Product(NamedTuple):
     """A product by its public function, and how it is called.
 

@@ -55,7 +55,7 @@ def tell() -> None:
         for name in _SKIPPED:
             trace_rules.add(f"k3cupy.{name}")
     for function in _replaced:
-        _skip(function)
+        unseen(function)
     told = True
 
 
@@ -97,16 +97,20 @@ def untraced(function: _Function, why: str = _WHY) -> _Function:
 
     What is opaque is called, and then looked at by itself, with what it calls: not this one.
     """
-    _skip(function)
-    return opaque(function, why)
+    return opaque(unseen(function), why)
 
 
-def _skip(function: Callable[..., Any]) -> None:
-    """Let the compiler never look into a function that is called, nor into what that calls."""
+def unseen(function: _Function) -> _Function:
+    """Let the compiler never look into a function that is called, nor into what that calls.
+
+    It goes by frames: one that it has given up runs as it is, but those that it calls are looked
+    at, each by itself. Where the compiler meets the function in code that it traces, it traces it.
+    """
     with contextlib.suppress(Exception):
         frames = sys.modules["torch"]._C._dynamo.eval_frame
         skip = frames._FrameAction.SKIP
         frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
 
 
 def opaque(function: _Function, why: str = _WHY) -> _Function:

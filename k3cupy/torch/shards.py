@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from k3cupy.runtime import tracing
+
 
 class Part(NamedTuple):
     """What a rank computes of a product of DTensors, without a word to the others.
@@ -29,6 +31,7 @@ class Part(NamedTuple):
     placement: Any
     shape: tuple[int, ...]
 
+    @tracing.unseen
     def whole(self, out: Tensor) -> Tensor:
         """Return the DTensor whose part on this rank is ``out``, a contiguous tensor."""
         strides, step = [], 1
@@ -101,6 +104,7 @@ def share_of(weight: Any) -> str:
     return f"a share of {whole}, split by {by} over {ranks} ranks"
 
 
+@tracing.unseen
 def part_of(x: Any, weight: Any) -> Part | None:
     """Return this rank's part of ``x @ weight.T``, or None where PyTorch has to see the whole.
 

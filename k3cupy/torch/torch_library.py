@@ -18,10 +18,11 @@ from k3cupy.call.plans import PlanCache, stamp
 from k3cupy.call.repeat import MISS
 from k3cupy.ops import linear
 from k3cupy.ops.batch_invariance import resolved
-from k3cupy.runtime import streams
+from k3cupy.runtime import streams, tracing
 from k3cupy.runtime.errors import reject
 
 
+@tracing.unseen
 def linear_of_any_rank(
     x: Tensor,
     weight: Tensor,
@@ -80,6 +81,7 @@ def linear_of_any_rank(
     return out
 
 
+@tracing.unseen
 def repeated(
     x: Tensor, weight: Tensor, weight_is_static: bool, batch_invariant: bool | None
 ) -> Any:

@@ -19,6 +19,7 @@ from torch.compiler import is_compiling
 from torch.nn.modules.linear import Linear  # itself: nn.Linear is a name that others assign to
 
 from k3cupy.call.repeat import MISS
+from k3cupy.runtime import tracing
 from k3cupy.torch import shards, wrappers
 from k3cupy.torch.torch_library import linear_of_any_rank, repeated, unsettle
 from k3cupy.torch.wrappers import ADAPTED, ADAPTED_NAME
@@ -131,6 +132,7 @@ def _replaced() -> str:
 _replaced()
 
 
+@tracing.unseen
 def _may_be_ours(x: Tensor, weight: Tensor) -> bool:
     """Return whether the dispatcher may look at an eager call.
 
@@ -153,6 +155,7 @@ def _may_be_ours(x: Tensor, weight: Tensor) -> bool:
     )
 
 
+@tracing.unseen
 def _functions_are_watched() -> bool:
     """Return whether a mode sees PyTorch's functions, other than the one of the default device."""
     modes = torch.overrides._get_current_function_mode_stack()
