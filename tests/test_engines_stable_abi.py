@@ -34,7 +34,7 @@ TORCH = Path(torch.__file__).parent
 BOX = TORCH / "include/torch/csrc/stable/library.h"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # a process registers an operator once
 def operator(tmp_path_factory: pytest.TempPathFactory) -> Any:
     compiler = shutil.which("g++")
     if compiler is None or sys.platform != "linux":

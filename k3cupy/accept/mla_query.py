@@ -71,7 +71,7 @@ def _check_shapes(views: mla.Views, cache_width: int) -> tuple[int, int]:
 
 def why_not(problem: mla.MlaProblem, config: MlaQueryConfig, gpu: DeviceInfo) -> str | None:
     """Return why a configuration cannot compute a call in one launch, or None."""
-    found = kernel.why_not(problem, gpu)
+    found = kernel.why_not(problem.num_tokens, problem.slow_reason, gpu)
     if found is not None:
         return found
     needed = config.shared_bytes(kernel.variant_of(problem).tile_m)

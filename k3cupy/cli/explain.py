@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -120,8 +119,7 @@ def _explain_mla(
         make = getattr(variant, "of_kind", variant)
         for kind in kinds or KINDS[op]:
             for count in tokens or TOKENS[op]:
-                aligned = SimpleNamespace(num_tokens=count, slow_reason=None)
-                why = mla_query.why_not(aligned, there) if op == MLA_QUERY else None
+                why = mla_query.why_not(count, None, there) if op == MLA_QUERY else None
                 if why is not None:
                     yield kind, count, Choice(mla_query.SEPARATE, None, f"{why}: several kernels")
                 else:

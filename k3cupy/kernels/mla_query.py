@@ -159,15 +159,19 @@ TWO_AN_SM = MlaQueryConfig(8, 5, 2)
 Config = MlaQueryConfig
 
 
-def why_not(problem: Any, gpu: DeviceInfo) -> str | None:
-    """Return why a validated call cannot be one launch on a GPU, or None."""
-    if problem.num_tokens > MAX_TOKENS:
-        return f"{problem.num_tokens} tokens are more than {MAX_TOKENS}"
+def why_not(num_tokens: int, slow_reason: str | None, gpu: DeviceInfo) -> str | None:
+    """Return why a call cannot be one launch on a GPU, or None.
+
+    Args:
+        num_tokens: of the call.
+        slow_reason: what is wrong with the addresses or strides of its tensors, or None.
+        gpu: where it is to run.
+    """
+    if num_tokens > MAX_TOKENS:
+        return f"{num_tokens} tokens are more than {MAX_TOKENS}"
     if not gpu.has_clusters:
         return f"{gpu.name} has no clusters of blocks"
-    if problem.slow_reason is not None:
-        return str(problem.slow_reason)
-    return None
+    return slow_reason
 
 
 def variant_of(problem: Any) -> Variant:

@@ -186,7 +186,7 @@ def _choose(problem: mla.MlaProblem, gpu: DeviceInfo, given: Given) -> Choice:
     tokens, heads, config = problem.num_tokens, problem.num_heads, given["config"]
     if config is not None:
         mla_query.check_config(problem, config, gpu)
-    why = kernel.why_not(problem, gpu)
+    why = kernel.why_not(tokens, problem.slow_reason, gpu)
     if why is None:
         found = choose(kernel.KERNEL, problem.variant, tokens, heads, gpu, config)
         if found.config is not None:
