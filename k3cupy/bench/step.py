@@ -23,13 +23,14 @@ from k3cupy.choose.gemm import FUSED_A
 from k3cupy.choose.table import MLA_QUERY
 from k3cupy.constants import KV_LORA_RANK, Q_LORA_RANK, QK_HEAD_DIM
 from k3cupy.kernels import mla_query
+from k3cupy.ops.mla_separate import Product
 from k3cupy.runtime import devices, instances
 from k3cupy.runtime.instances import instantiation
 from k3cupy.timing import cold
 from k3cupy.timing.chain import Body, Chain, empty
 from k3cupy.timing.decode_step import LAUNCHES
 from k3cupy.timing.graphs import Effort, Recorded, in_turns
-from k3cupy.timing.mla_steps import EPSILON, NormStep, Product, QueryStep, layer_shape
+from k3cupy.timing.mla_steps import EPSILON, NormStep, QueryStep, layer_shape
 from k3cupy.tuning.entries import Candidate
 from k3cupy.tuning.targets import GemmTarget, MlaTarget
 

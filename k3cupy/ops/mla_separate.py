@@ -6,7 +6,7 @@ the epilogue.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from k3cupy.accept.mla import MlaProblem
@@ -35,6 +35,9 @@ from k3cupy.runtime.tensors import TensorView, columns, packed_view
 _K_PE = Q_LORA_RANK + KV_LORA_RANK, Q_LORA_RANK + KV_LORA_RANK + QK_ROPE_HEAD_DIM
 """Its columns of qkv_a."""
 
+Product = Callable[[Any, Any], Any]
+"""Of x and a weight."""
+
 Part = tuple[Operation, Values, dict[str, Any]]
 """An operation, a call's tensors in the order of its arguments, and its options."""
 
@@ -48,25 +51,62 @@ def compute(problem: MlaProblem, pdl: bool, given: Mapping[str, Any], stream: An
         given: its tensors and numbers by name, None for what was left out.
         stream: that of the call.
     """
-    static = problem.variant.weight_is_static
-    qkv_a, how = given["qkv_a"], {"stream": stream, "pdl": pdl}
-    q_a, kv_c_normed = fused_q_kv_rmsnorm(
-        qkv_a,
-        given["q_norm_weight"],
-        given["kv_norm_weight"],
+    return in_steps(
+        given,
         eps=problem.epsilon,
-        weight_is_static=static,
-        **how,
+        ds_mla=problem.variant.cache == "ds_mla",
+        weight_is_static=problem.variant.weight_is_static,
+        stream=stream,
+        pdl=pdl,
     )
-    q = linear.low_latency_linear(q_a, given["w_q_b"], weight_is_static=static, stream=stream)
-    q = q.reshape(problem.num_tokens, problem.num_heads, QK_HEAD_DIM)
+
+
+def in_steps(
+    given: Mapping[str, Any],
+    *,
+    eps: float,
+    ds_mla: bool,
+    weight_is_static: bool,
+    q_b: Product | None = None,
+    absorbed: Product | None = None,
+    stream: Any = None,
+    pdl: bool | None = None,
+) -> Any:
+    """Compute it by the public functions.
+
+    Args:
+        given: tensors and numbers of ``fused_mla_decode_query`` by name.
+        eps: as for that function.
+        ds_mla: the same.
+        weight_is_static: the same, for all of them.
+        q_b: the second projection; None for low-latency linear.
+        absorbed: the product with W_UK, [B, H, 128] to [B, H, 512]; None for ours.
+        stream: for all of them.
+        pdl: for all that ask.
+    """
+    static: dict[str, Any] = {"weight_is_static": weight_is_static}
+    how: dict[str, Any] = {"stream": stream, "pdl": pdl}
+    qkv_a, w_q_b, w_uk = (given[name] for name in ("qkv_a", "w_q_b", "w_uk"))
+    q_weight, kv_weight = given["q_norm_weight"], given["kv_norm_weight"]
+    q_a, kv_c_normed = fused_q_kv_rmsnorm(qkv_a, q_weight, kv_weight, eps=eps, **static, **how)
+    if q_b is None:
+        q = linear.low_latency_linear(q_a, w_q_b, **static, stream=stream)
+    else:
+        q = q_b(q_a, w_q_b)
+    q = q.reshape(qkv_a.shape[0], w_uk.shape[0], QK_HEAD_DIM)
+    q_nope = q[..., :QK_NOPE_HEAD_DIM]
+    if absorbed is None:
+        ql_nope = absorbed_query(q_nope, w_uk, **static, **how)
+    else:
+        ql_nope = absorbed(q_nope, w_uk)
+    rest: dict[str, Any] = {name: given.get(name) for name in _OF_EPILOGUE}
     return fused_mla_decode_q_concat_kv_cache_insert(
-        absorbed_query(q[..., :QK_NOPE_HEAD_DIM], given["w_uk"], weight_is_static=static, **how),
+        ql_nope,
         q[..., QK_NOPE_HEAD_DIM:],
         kv_c_normed,
         qkv_a[:, slice(*_K_PE)],
-        ds_mla=problem.variant.cache == "ds_mla",
-        **{name: given[name] for name in _OF_EPILOGUE},
+        ds_mla=ds_mla,
+        **rest,
         **how,
     )
 

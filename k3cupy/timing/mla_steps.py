@@ -30,7 +30,7 @@ from k3cupy.constants import (
 )
 from k3cupy.kernels import mla_value
 from k3cupy.kernels.mla_query import Variant
-from k3cupy.ops.mla_separate import absorbed_query
+from k3cupy.ops.mla_separate import Product, absorbed_query, in_steps
 from k3cupy.timing import cold
 from k3cupy.timing.chain import Chain, consumer_of, producer_of
 from k3cupy.timing.decode_step import BLOCK_SIZE
@@ -54,9 +54,6 @@ _OF_SUMS, _OF_SMALL, _OF_CHAIN = 2.0**-12, 2.0**-9, 0.03
 """How far an element may be off, of its row's size: by sums in fp32, by e4m3 where it is nearly 0,
 by roundings on the way."""
 
-Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Of x and a weight."""
-
 
 def kv_b_shape(heads: int) -> tuple[int, int]:
     """Return the shape of the projection whose halves are W_UK and W_UV."""
@@ -73,6 +70,10 @@ def halves(kv_b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return W_UK [H, 128, 512] and W_UV [H, 512, 128] as engines have them, two views."""
     both = kv_b.view(-1, _KV_B_DIM, KV_LORA_RANK)
     return both[:, :QK_NOPE_HEAD_DIM], both[:, QK_NOPE_HEAD_DIM:].transpose(1, 2)
+
+
+def _absorbed_by_bmm(q_nope: torch.Tensor, w_uk: torch.Tensor) -> torch.Tensor:
+    return torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
 
 
 def rms_norm(x: torch.Tensor, gains: torch.Tensor) -> torch.Tensor:
@@ -223,32 +224,10 @@ class QueryStep:
             q_b: the second projection; None for a linear layer's.
             bmm: the absorbed product is the framework's.
         """
-        weights, arguments = self.cut(layer), self.arguments
-        q_a, kv_c_normed = k3cupy.fused_q_kv_rmsnorm(
-            self._qkv_a,
-            arguments["q_norm_weight"],
-            arguments["kv_norm_weight"],
-            eps=EPSILON,
-            weight_is_static=True,
-        )
-        if q_b is None:
-            q = k3cupy.low_latency_linear(q_a, weights["w_q_b"], weight_is_static=True)
-        else:
-            q = q_b(q_a, weights["w_q_b"])
-        q = q.view(len(q_a), self._heads, QK_HEAD_DIM)
-        nope = q[..., :QK_NOPE_HEAD_DIM]
-        if bmm:
-            ql_nope = torch.bmm(nope.transpose(0, 1), weights["w_uk"]).transpose(0, 1)
-        else:
-            ql_nope = absorbed_query(nope, weights["w_uk"], weight_is_static=True)
-        k3cupy.fused_mla_decode_q_concat_kv_cache_insert(
-            ql_nope,
-            q[..., QK_NOPE_HEAD_DIM:],
-            kv_c_normed,
-            self._qkv_a[:, -QK_ROPE_HEAD_DIM:],
-            **self._epilogue,
-            out=self.out,
-        )
+        given = {**self.arguments, **self.cut(layer), "out": self.out}
+        options = {name: given.pop(name) for name in ("eps", "ds_mla")}
+        absorbed = _absorbed_by_bmm if bmm else None
+        in_steps(given, **options, weight_is_static=True, q_b=q_b, absorbed=absorbed)
 
     def chain(self) -> Chain:
         """Return what writes qkv_a, and what reads mqa_q."""
