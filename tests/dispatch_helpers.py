@@ -14,6 +14,7 @@ from gemm_helpers import taken_for, unread
 
 import k3cupy
 from k3cupy import Choice
+from k3cupy.call import plans
 from k3cupy.call.plans import PlanCache
 from k3cupy.choose import cache
 from k3cupy.ops import linear
@@ -92,10 +93,11 @@ def says(reason: str, blamed: str, found: str) -> bool:
 
 
 class DispatchDevice(FakeDevice):
-    """The fake GPU with no route kept from another test, and none left behind."""
+    """The fake GPU with no route or plan kept from another test, whose device is another."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(monkeypatch)
+        plans.tables_changed()
         monkeypatch.setattr(linear, "_routes", PlanCache())
         monkeypatch.setattr(linear, "_repeats", PlanCache())
 
