@@ -124,7 +124,7 @@ format: $(DEV_ENV) ## Rewrite Python and CUDA sources in the project's style
 wheel: $(DEV_ENV) ## Build the wheel and the source archive into dist/
 	$(PY) -m build --no-isolation --outdir dist
 
-bench: $(RUN_ENV) ## Measure on this machine's GPU: BENCH=decode, prefill, gemm, linear, window or host
+bench: $(RUN_ENV) ## Measure on this machine's GPU: BENCH=decode, prefill, gemm, linear, window, step, host or start
 	@$(PY) -m k3cupy bench $(BENCH) $(BENCH_ARGS)
 
 clean: ## Remove .venv, build output and caches

@@ -30,7 +30,11 @@ device_option = click.option(
     help="Default: cuda where PyTorch finds a GPU, else cpu.",
 )
 seed_option = click.option(
-    "--seed", type=int, default=0, show_default=True, help="Of all random numbers."
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    default=0,
+    show_default=True,
+    help="Of all random numbers.",
 )
 rope_option = click.option(
     "--rope", is_flag=True, help="Rotate by position. Kimi-K3's own layers do not."

@@ -122,6 +122,9 @@ _HOMES = {
 }
 """The module of each public name; type checkers read the imports below instead."""
 
+_MODULES = ("projections",)
+"""Modules that pages name as ``k3cupy.x``, without an import of their own."""
+
 if TYPE_CHECKING:
     from k3cupy.call.choice import Choice
     from k3cupy.compiling import CompileReport, compile
@@ -169,14 +172,16 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name):
+        from importlib import import_module
+
+        if name in _MODULES:
+            return import_module(f"{__name__}.{name}")
         try:
             home = _HOMES[name]
         except KeyError:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
-        from importlib import import_module
-
         value = globals()[name] = getattr(import_module(home), name)
         return value
 
     def __dir__():
-        return sorted({*globals(), *__all__})
+        return sorted({*globals(), *__all__, *_MODULES})

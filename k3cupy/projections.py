@@ -61,10 +61,16 @@ def shapes(model: str = MODELS[0]) -> tuple[Projection, ...]:
     Args:
         model: one of ``MODELS``; Kimi-K3 by default.
 
+    Raises:
+        ValueError: there is no such model.
+
     Example:
         >>> {(p.n, p.k): p.name for p in shapes()}[2112, 7168]
         'fused_qkv_a_proj (replicated)'
     """
+    if model not in MODELS:
+        hint = f"preset_shapes({model!r}) has those of a preset" if model in preset_names() else ""
+        reject("model", " or ".join(MODELS), shown(model), hint)
     return tuple(Projection(**fields) for fields in _read(model)["shapes"])
 
 
@@ -119,8 +125,6 @@ def degrees(model: str) -> tuple[int, ...]:
         >>> degrees("kimi-k3")
         (4, 8, 16)
     """
-    if model not in MODELS:
-        reject("model", " or ".join(MODELS), shown(model))
     return tuple(sorted({int(text) for p in shapes(model) for text in _DEGREE.findall(p.name)}))
 
 

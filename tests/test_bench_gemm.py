@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import zlib
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +17,7 @@ from tune_helpers import FakeMeter, made_up_us, use_fake_gpu, write_export
 from tune_helpers import run as tune_with
 
 from k3cupy.bench import floor, forms, report
+from k3cupy.bench.plots import PLOTS
 from k3cupy.choose.gemm import candidates
 from k3cupy.choose.table import FAMILIES, GEMM, entry_of, parts_of, table_text
 from k3cupy.cli import main
@@ -89,15 +91,47 @@ def test_a_gemm_plot_is_drawn(tmp_path: Path) -> None:
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks/results"
 
 
-@pytest.mark.parametrize("name", ["decode", "gemm", "linear", "prefill", "window"])
+@pytest.mark.parametrize("name", [str(p.relative_to(RESULTS)) for p in RESULTS.rglob("*.json")])
 def test_committed_results_are_drawn(name: str, tmp_path: Path) -> None:
+    """Of earlier runs too, without what was not measured then; or it is told what they are not."""
     pytest.importorskip("matplotlib")
     path = tmp_path / "folder/picture.svg"
-    done = CliRunner().invoke(
-        main, ["bench", "plot", str(RESULTS / f"{name}_h200_chain.json"), str(path)]
-    )
-    assert done.exit_code == 0, done.output
-    assert "NVIDIA H200" in path.read_text(encoding="utf-8")
+    done = CliRunner().invoke(main, ["bench", "plot", str(RESULTS / name), str(path)])
+    can_be = json.loads((RESULTS / name).read_text(encoding="utf-8")).get("benchmark") in PLOTS
+    assert done.exit_code == (not can_be), done.output
+    if can_be:
+        assert "NVIDIA H200" in path.read_text(encoding="utf-8")
+    else:
+        assert "RESULT: expected results of decode, gemm, linear" in done.output
+
+
+@pytest.mark.parametrize(
+    ("document", "lacks"),
+    [
+        ({"benchmark": "decode", "results": 3}, "KeyError: 'entries'"),
+        ({"benchmark": "decode", "entries": []}, "ValueError: no entry is of the chain with PDL"),
+        ({"benchmark": "gemm", "entries": [{"kind": "8x8"}]}, "KeyError: 'tokens'"),
+        ({"benchmark": "gemm", "entries": [1]}, "AttributeError: 'int' object"),
+        ([], "TypeError: list indices"),
+    ],
+)
+def test_a_result_that_lacks_something_is_told(document: Any, lacks: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file, picture = tmp_path / "some.json", tmp_path / "x.png"
+    file.write_text(json.dumps(document))
+    done = CliRunner().invoke(main, ["bench", "plot", str(file), str(picture)])
+    assert done.exit_code == 1 and not picture.exists()
+    assert f"got {file}, which is not one ({lacks}" in done.output
+
+
+@pytest.mark.parametrize("name", ["x", "x.jpg", "x.txt"])
+def test_a_picture_of_another_format_is_refused(name: str, tmp_path: Path) -> None:
+    result = str(RESULTS / "gemm_h200_chain.json")
+    for words in (["plot", result], ["gemm", "--plot"], ["window", "--plot"]):
+        done = CliRunner().invoke(main, ["bench", *words, str(tmp_path / name)], terminal_width=300)
+        assert done.exit_code == 2
+        assert "expected a name that ends in .png, .svg, .pdf, got" in done.output
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_cannot_be_drawn_is_told(tmp_path: Path) -> None:
@@ -113,10 +147,12 @@ def test_what_cannot_be_drawn_is_told(tmp_path: Path) -> None:
 
 
 def test_a_plot_without_matplotlib_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    done = CliRunner().invoke(main, ["bench", "gemm", "--plot", "x.png"])
-    assert done.exit_code == 1
-    assert done.output.strip() == 'Error: --plot needs matplotlib: pip install "k3cupy[bench]"'
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = str(RESULTS / "gemm_h200_chain.json")
+    for words, who in ((["gemm", "--plot"], "--plot"), (["plot", result], "bench plot")):
+        done = CliRunner().invoke(main, ["bench", *words, "x.png"])
+        assert done.exit_code == 1
+        assert done.output == f'Error: {who} needs matplotlib: pip install "k3cupy[bench]"\n'
 
 
 @pytest.mark.gpu

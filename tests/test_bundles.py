@@ -535,6 +535,17 @@ def test_without_a_gpu_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "Invalid value for '--out'" in done.output
 
 
+def test_a_missing_compiler_is_told_before_anything_is_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(toolchain, "cuda_core", refuse)
+    monkeypatch.setattr(bundling, "instances_of", None)
+    words = ["bundle", "--model", "kimi-k3", "--tp", "8", "--gpu", "h200"]
+    done = CliRunner().invoke(main, [*words, "--out", str(tmp_path / "out")])
+    assert (done.exit_code, done.output) == (1, "Error: there is no compiler here\n")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("name", "full"),
     [("H200", "NVIDIA H200"), ("nvidia gb300", "NVIDIA GB300"), ("a100", "NVIDIA A100-SXM4-80GB")],

@@ -192,6 +192,7 @@ def test_show_config_without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
     info = k3cupy.config_info()
     assert info["backend"] == "nothing"
     assert "NVRTC" in info["why"] and 'pip install "k3cupy[cu12]"' in info["why"]
+    assert "to compile without a GPU either extra: no driver is needed" in info["why"]
     assert "found" not in info["why"]
     assert shown().count("no libnvrtc.so here") == 1, "one reason is told once"
 
@@ -385,7 +386,9 @@ def test_warmup_of_all_that_a_model_needs(gpu: FakeGpu, monkeypatch: pytest.Monk
     assert code == 0, output
     assert set(gpu.compiled) == {instance.name_expression for instance in wanted}
     assert f"{len(wanted)} kernels are ready" in output
-    for words in (["--model", "glm-5.2"], ["--tp", "8"], ["--model=kimi-k3", "--tp=8", "--rope"]):
+    model = ["--model=kimi-k3", "--tp=8"]
+    one_op = [*model, "--op", "skinny_gemm"]
+    for words in (["--model", "glm-5.2"], ["--tp", "8"], [*model, "--rope"], one_op):
         code, output = run("warmup", *words)
         assert code == 2
         assert "--model and --tp go together" in output

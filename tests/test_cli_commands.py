@@ -81,6 +81,7 @@ def test_explain_on_a_gpu_that_is_not_here() -> None:
     assert [each["tokens"] for each in found["choices"]] == list(TOKENS)
     assert found["choices"][3]["kernel"] == expected.kernel
     assert found["choices"][3]["reason"] == expected.reason
+    assert all("pdl" not in each and "name_expression" not in each for each in found["choices"])
 
 
 def test_explain_groups_what_is_alike() -> None:
@@ -99,6 +100,7 @@ def test_explain_of_the_epilogues() -> None:
     assert "mla_decode with 24 heads on NVIDIA B200 (sm_100)" in text
     assert "NVIDIA B200 has no measured table" in text
     (choice,) = read(*words, "--gpu", "h200")["choices"]
+    assert "pdl" not in choice and "name_expression" not in choice, "which hang on the tensors"
     assert (choice["kind"], choice["tokens"], choice["origin"]) == ("fp8+fp8", 8, "shipped")
     words = ("--tokens", "64", "--gpu", "h200")
     found = {
@@ -135,6 +137,10 @@ def test_explain_of_the_epilogues() -> None:
         ("bench host --json {file}/out.json", 2, "cannot be written"),
         ("bench apply", 2, "Missing argument"),
         ("bench apply {file}", 2, "say --tables with files of `tune --export`, or --page"),
+        ("bench apply {file} --tables {file}", 2, "is a file"),
+        ("bench apply {file} --tables {file}/tables", 2, "cannot be written"),
+        ("bench apply {file} --page {folder}", 2, "is a directory"),
+        ("bundle --model kimi-k3 --tp 8 --gpu h200 --out {file}/out", 2, "cannot be written"),
         ("bench apply {file} --page {file}", 1, "results: expected a file made by"),
     ],
 )
@@ -144,7 +150,7 @@ def test_options_are_looked_at_before_a_gpu(
     """Here is none, and nobody hears of that first."""
     file = tmp_path / "some.json"
     file.write_text("{}")
-    found, text = run(*words.format(file=file).split())
+    found, text = run(*words.format(file=file, folder=tmp_path).split())
     assert (found, told in text) == (code, True), text
     assert "Traceback" not in text and "GPU sees" not in text
 
@@ -257,11 +263,16 @@ def test_the_demo() -> None:
     code, text = run("demo", "--kv-cache", "fp4")
     assert code == 2
     assert "'fp4' is not one of" in text
+    code, text = run("demo", "--seed", str(2**64))
+    assert code == 2
+    assert f"{2**64} is not in the range" in text
 
 
 def test_the_demo_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     assert run("demo") == (1, "Error: demo needs PyTorch: pip install torch\n")
+    for name in ("decode", "start"):
+        assert run("bench", name) == (1, "Error: bench needs PyTorch: pip install torch\n")
 
 
 def test_warmup_as_json(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ from k3cupy.cli import main as command_line
 from k3cupy.ops.dispatch_report import logger
 from k3cupy.runtime.devices import NAMED
 from k3cupy.runtime.offline import ARCHITECTURES
+from k3cupy.tuning.tune import FAMILY_OF
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -209,6 +210,27 @@ def test_the_concepts_name_the_fields_of_every_configuration() -> None:
         fields = [field.name for field in dataclasses.fields(KERNELS[kernel].Config)]
         assert named == ", ".join(fields)
         assert key_of(config_of(kernel, example.strip("`"))) == example.strip("`")
+
+
+def test_lists_of_pages_are_whole() -> None:
+    """What is named, known or written elsewhere in the package."""
+    linear, serving = read(ROOT / "docs/low_latency_linear.md"), read(ROOT / "docs/serving.md")
+    (kept,) = re.findall(r"a family of kernels: (.+?) in `tables", linear, re.DOTALL)
+    assert re.findall(r"`(\w+)\.json`", kept) == sorted(set(FAMILY_OF.values()))
+    (gpus,) = re.findall(r"^`--gpu` is (.+?);", serving, re.DOTALL | re.MULTILINE)
+    assert set(re.findall(r"`([\w-]+)`", gpus)) == {*NAMED, "sm_90"}
+    extras = {extra for extra, *_ in table_below("extra", "docs/dependencies.md")}
+    assert extras == EXTRAS.keys() - {"cu12", "cu13", "dev"}
+    results = re.findall(r"^## (Results on an H200.+)$", read(ROOT / "docs/benchmarks.md"), re.M)
+    linked = {
+        link for row in table_below("figures below", "docs/benchmarks.md")
+        for link in LINK.findall(row[0])
+    }  # fmt: skip
+    assert {f"#{re.sub('[^a-z0-9-]', '', r.lower().replace(' ', '-'))}" for r in results} < linked
+    measured = command_line.commands["bench"].commands.keys() - {"plot", "apply"}
+    for said in (r"measures: decode \(the default\), (.+?)\n\n?#   HUNT", r"BENCH=decode, (.+?)\n"):
+        (names,) = re.findall(said, MAKEFILE, re.DOTALL)
+        assert {"decode", *re.findall(r"\b[a-z]+\b", names)} - {"or"} == measured
 
 
 def test_the_readme_names_every_operation() -> None:

@@ -136,6 +136,12 @@ def test_a_name_is_the_one_of_its_module_and_looked_up_once() -> None:
     assert vars(k3cupy)["source_dir"] is source_dir
 
 
+def test_a_module_that_pages_name_is_there_without_an_import_of_its_own() -> None:
+    program = "import k3cupy; print(len(k3cupy.projections.shapes('deepseek-v3')))"
+    assert int(run_program(program)) > 10
+    assert set(k3cupy._MODULES) <= set(dir(k3cupy))
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'k3cupy' has no attribute 'fused_b_gemm'"):
         k3cupy.fused_b_gemm  # noqa: B018

@@ -22,7 +22,7 @@ from k3cupy import Choice, DispatchReport, LinearReport
 from k3cupy.ops.dispatch_report import ReportRow
 from k3cupy.runtime import config
 from k3cupy.runtime.errors import shown
-from k3cupy.runtime.text import compiling, printable
+from k3cupy.runtime.text import compiling, plain, printable, table_of
 from k3cupy.torch.linear_report import LayerReport, Span
 from k3cupy.tuning.report import TuneReport
 
@@ -125,12 +125,27 @@ def test_a_report_is_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch) ->
     """But words are whole; where nobody says how wide it is 120 characters have to do."""
     row = ReportRow(choice("proj " * 60), 2112, 7168, 8, 3)
     report = DispatchReport((row,), {(2112, 7168): ["blocks.proj"]})
+    monkeypatch.delenv("COLUMNS", raising=False)
     assert 115 <= max(map(len, str(report).splitlines())) <= 120
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "90")
     assert 85 <= max(map(len, str(report).splitlines())) <= 90
     monkeypatch.setenv("COLUMNS", "10")
     assert "blocks.proj" in str(report) and "2112 x 7168" in str(report)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_table_fits_a_narrow_line(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """COLUMNS counts in a pipe too; what is no width does not."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
+    table = ("kind", " tokens", "what would run", "why"), [("fp8", "8", "one two " * 9, "why " * 9)]
+    for columns, least, most in (("60", 50, 60), ("40", 30, 40)):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert least < max(map(len, plain(table_of(*table)).splitlines())) <= most
+    if not is_terminal:
+        for columns in ("0", "-5", "wide"):
+            monkeypatch.setenv("COLUMNS", columns)
+            assert 110 < max(map(len, plain(table_of(*table)).splitlines())) <= 120
 
 
 def test_a_bar_in_a_notebook_says_what_it_needs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -75,6 +76,15 @@ def test_every_weight_has_a_name_and_every_kernel_takes_it(model: str) -> None:
 
 
 def test_an_unknown_preset_is_refused_with_the_names() -> None:
+    told = "model: expected kimi-k3 or deepseek-v3 or glm-5.2, got "
+    for model, more in (
+        ("kimi-k2", "'kimi-k2'"),
+        (None, "None"),
+        ("glm-5.2-tp8", "'glm-5.2-tp8'. preset_shapes('glm-5.2-tp8') has those of a preset"),
+    ):
+        for of in (projections.shapes, projections.degrees):
+            with pytest.raises(ValueError, match=f"^{re.escape(told + more)}$"):
+                of(model)
     with pytest.raises(ValueError, match=r"preset: expected kimi-k3 or .*-tp8, got 'kimi-k2'"):
         projections.preset_shapes("kimi-k2")
 

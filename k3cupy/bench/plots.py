@@ -8,7 +8,8 @@ from typing import Any
 
 from k3cupy.bench.forms import PAGE_SHAPES, gemm_summary, window_summary
 
-_Lines = Mapping[str, Callable[[Mapping[str, Any]], float | None]]
+_Value = Callable[[Mapping[str, Any]], float | None]
+_Lines = Mapping[str, _Value]
 
 _COLUMNS = 3
 
@@ -164,12 +165,14 @@ def plot_decode(document: Mapping[str, Any], path: Path) -> None:
 
     lines: _Lines = {
         "k3cupy": _chosen_us,
-        "public structure, the better": lambda e: min(e["public_us"].values()),
-        "SGLang's structure": lambda e: e["sglang_us"],
+        "public structure, the better": lambda e: min(e["public_us"].values(), default=None),
+        "SGLang's structure": lambda e: e.get("sglang_us"),
         "unfused PyTorch": lambda e: e["torch_us"],
         "an empty kernel (floor)": lambda e: e["empty_us"],
     }
     shown = [e for e in document["entries"] if e["scenario"] == "chain" and e["pdl"]]
+    if not shown:
+        raise ValueError("no entry is of the chain with PDL")
     kinds = _kinds({"entries": shown})
     figure = Figure(figsize=(5.5 * len(kinds), 4.2), layout="constrained")
     for panel, kind in zip(figure.subplots(1, len(kinds), squeeze=False).flat, kinds, strict=True):
@@ -224,13 +227,17 @@ def plot_prefill(document: Mapping[str, Any], path: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    def speed(time: Callable[[Mapping[str, Any]], float]) -> Callable[[Mapping[str, Any]], float]:
-        return lambda entry: entry["bytes"] / time(entry) / 1e3
+    def speed(time: _Value) -> _Value:
+        def of(entry: Mapping[str, Any]) -> float | None:
+            us = time(entry)
+            return None if us is None else entry["bytes"] / us / 1e3
+
+        return of
 
     lines: _Lines = {
         "k3cupy": speed(_chosen_us),
-        "public structure": speed(lambda e: e["public_us"]),
-        "copy, a warp a row": speed(lambda e: e["row_copy_us"]),
+        "public structure": speed(lambda e: e.get("public_us")),
+        "copy, a warp a row": speed(lambda e: e.get("row_copy_us")),
         "PyTorch's copy": speed(lambda e: e["copy_us"]),
         "unfused PyTorch": speed(lambda e: e["torch_us"]),
     }

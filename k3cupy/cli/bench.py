@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 from collections.abc import Callable, Iterable
@@ -14,6 +13,7 @@ import click
 from k3cupy.cli.options import OutFile, named_shapes, preset_option, shape_option
 from k3cupy.projections import MODELS, of_degree
 from k3cupy.runtime.errors import reject
+from k3cupy.runtime.toolchain import optional
 
 _WINDOWS = ("mla-front", "kda-front", "mla-back", "moe-front")
 _STEPS = ("norm", "16bit+same", "fp8+fp8", "16bit+ds_mla")
@@ -21,7 +21,23 @@ _STEPS = ("norm", "16bit+same", "fp8+fp8", "16bit+ds_mla")
 
 _COUNT = click.IntRange(1)
 
+_PICTURES = (".png", ".svg", ".pdf")
+
 _Entry = TypeVar("_Entry")
+
+
+class _Picture(OutFile):
+    """A file that is drawn: without an ending, or with another, matplotlib writes another one."""
+
+    def convert(
+        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+    ) -> Any:
+        """Return the path."""
+        path = super().convert(value, parameter, context)
+        if path.suffix.lower() not in _PICTURES:
+            told = f"expected a name that ends in {', '.join(_PICTURES)}, got {path}"
+            self.fail(told, parameter, context)
+        return path
 
 
 @click.group()
@@ -59,8 +75,8 @@ def _chain_options(producer: str) -> Callable[[Callable[..., None]], Callable[..
 
 
 def _need_torch() -> None:
-    if importlib.util.find_spec("torch") is None:
-        raise click.ClickException("bench needs PyTorch: pip install torch")
+    with optional("bench"):
+        import torch  # noqa: F401
 
 
 def _candidates(
@@ -85,9 +101,10 @@ def _need_gpu() -> None:
         raise click.ClickException("bench needs a CUDA GPU; PyTorch sees none")
 
 
-def _need_matplotlib(plot: Path | None) -> None:
-    if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise click.ClickException('--plot needs matplotlib: pip install "k3cupy[bench]"')
+def _need_matplotlib(plot: Path | None, who: str = "--plot") -> None:
+    if plot is not None:
+        with optional(who):
+            import matplotlib  # noqa: F401
 
 
 def _measured(entries: Iterable[_Entry]) -> list[_Entry]:
@@ -200,7 +217,7 @@ def prefill_command(
 @shape_option("N x K as 2112x7168; all of Kimi-K3's by default.")
 @preset_option("The weights of a named model.")
 @click.option("--tokens", multiple=True, type=click.IntRange(1, 64), help="M; the table's.")
-@click.option("--plot", type=OutFile(), help="Draw the times over the floor.")
+@click.option("--plot", type=_Picture(), help="Draw the times over the floor.")
 @_chain_options("end")
 @_result_options
 def gemm_command(
@@ -274,7 +291,7 @@ def linear_command(
     help="mla-front in fewer launches: what may compute qkv_a, as fused_a/8/16/512/4/4/8/1/1/2; "
     "the best of these runs. By default what the tables list, and that with fewer stages.",
 )
-@click.option("--plot", type=OutFile(), help="Draw where the time goes.")
+@click.option("--plot", type=_Picture(), help="Draw where the time goes.")
 @_result_options
 def window_command(
     kinds: tuple[str, ...],
@@ -359,7 +376,7 @@ def start_command(model: str, tp: int, path: Path | None, commit: str | None) ->
 
 @bench.command("plot")
 @click.argument("result", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.argument("picture", type=OutFile())
+@click.argument("picture", type=_Picture())
 @click.option("--kind", "kinds", multiple=True, help="Only these, as a window; all by default.")
 @click.option("--tokens", multiple=True, type=_COUNT, help="Only these; all by default.")
 def plot_command(
@@ -370,30 +387,44 @@ def plot_command(
     Windows stacked; decode against its floor and peers; speed-up over shapes and M; bandwidth of
     prefill. The ending of PICTURE names the format: .png, .svg or .pdf.
     """
-    _need_matplotlib(picture)
+    _need_matplotlib(picture, "bench plot")
     from k3cupy.bench.plots import PLOTS
 
     try:
         document = json.loads(result.read_text(encoding="utf-8"))
         draw = PLOTS[document["benchmark"]]
-    except (ValueError, KeyError, TypeError) as error:
-        message = f"RESULT: expected results of {', '.join(PLOTS)}, got {result}"
-        raise click.ClickException(message) from error
-    entries = document["entries"]
-    for option, wanted in (("kind", kinds), ("tokens", tokens)):
-        known = dict.fromkeys(str(entry.get(option)) for entry in entries)
-        entries = [entry for entry in entries if not wanted or entry.get(option) in wanted]
-        if not entries:
-            told = f"--{option}: expected some of {', '.join(known)}"
-            raise click.ClickException(f"{told}, got {', '.join(map(str, wanted))}")
-    draw({**document, "entries": entries}, picture)
+        entries = _asked_for(document["entries"], kinds, tokens)
+        draw({**document, "entries": entries}, picture)
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        message = f"RESULT: expected results of {', '.join(PLOTS)}, got {result}, which is not one"
+        raise click.ClickException(f"{message} ({type(error).__name__}: {error})") from error
     click.echo(f"wrote {picture}")
 
 
+def _asked_for(entries: list[Any], kinds: tuple[str, ...], tokens: tuple[int, ...]) -> list[Any]:
+    """Return the entries of these kinds and numbers of tokens, where those are named."""
+    for option, wanted in (("kind", kinds), ("tokens", tokens)):
+        known = dict.fromkeys(str(entry.get(option)) for entry in entries)
+        entries = [entry for entry in entries if not wanted or entry.get(option) in wanted]
+        if wanted and not entries:
+            told = f"--{option}: expected some of {', '.join(known)}"
+            raise click.ClickException(f"{told}, got {', '.join(map(str, wanted))}")
+    return entries
+
+
 @bench.command("apply")
-@click.argument("results", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
-@click.option("--tables", type=click.Path(path_type=Path), help="Write shipped tables there.")
-@click.option("--page", type=click.Path(exists=True, path_type=Path), help="Renew a docs page.")
+@click.argument(
+    "results",
+    nargs=-1,
+    required=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+)
+@click.option("--tables", type=OutFile(is_folder=True), help="Write shipped tables there.")
+@click.option(
+    "--page",
+    type=click.Path(exists=True, dir_okay=False, writable=True, path_type=Path),
+    help="Renew a docs page.",
+)
 def apply_command(results: tuple[Path, ...], tables: Path | None, page: Path | None) -> None:
     """Make the shipped tables of exports of the tuner, or the docs' figures of results.
 

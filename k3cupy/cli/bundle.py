@@ -7,7 +7,8 @@ from pathlib import Path
 import click
 
 from k3cupy import projections
-from k3cupy.cli.options import gpu_of, gpu_option, json_option, show_json
+from k3cupy.cli.options import OutFile, gpu_of, gpu_option, json_option, show_json
+from k3cupy.runtime import toolchain
 from k3cupy.runtime.instances import Instance
 from k3cupy.runtime.text import compiling
 
@@ -16,9 +17,7 @@ from k3cupy.runtime.text import compiling
 @click.option("--model", required=True, help=f"One of {', '.join(projections.MODELS)}.")
 @click.option("--tp", type=int, required=True, help="Degree of tensor parallelism, as 8.")
 @gpu_option
-@click.option(
-    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="The folder."
-)
+@click.option("--out", type=OutFile(is_folder=True), required=True, help="The folder.")
 @click.option("--wheel", is_flag=True, help="Write a wheel there, which pip installs.")
 @click.option("--batch-invariant", is_flag=True, help="Also for that mode of linear layers.")
 @click.option("--kv-inputs-ready", is_flag=True, help="Also for decode calls with that promise.")
@@ -35,14 +34,16 @@ def bundle(
     max_workers: int | None,
     as_json: bool,
 ) -> None:
-    """Compile all that a model needs into one folder or wheel; needs no GPU.
+    """Compile all that a model needs into one folder or wheel; needs no GPU, but an extra.
 
-    With K3CUPY_BUNDLE naming the folder, or the wheel installed, nothing of it is compiled later.
+    The extra, cu12 or cu13, brings the compiler. With K3CUPY_BUNDLE naming the folder, or the wheel
+    installed, nothing of it is compiled later.
     """
     from k3cupy import bundling
 
     projections.of_degree(model, tp)
     there = gpu_of(gpu)
+    toolchain.need_compiler()
     of_calls = bundling.instances_of(
         model, tp, there, batch_invariant=batch_invariant, kv_inputs_ready=kv_inputs_ready
     )

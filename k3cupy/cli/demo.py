@@ -8,6 +8,8 @@ from pathlib import Path
 
 import click
 
+from k3cupy.runtime.toolchain import optional
+
 _FILE = "mla_decode_step.py"
 
 
@@ -19,10 +21,8 @@ _FILE = "mla_decode_step.py"
 @click.pass_context
 def demo(context: click.Context, arguments: tuple[str, ...]) -> None:
     """Decode through one Kimi-K3 MLA layer, fused and unfused, and compare; needs PyTorch."""
-    try:
+    with optional("demo"):
         import torch  # noqa: F401
-    except ImportError as error:
-        raise click.ClickException("demo needs PyTorch: pip install torch") from error
     folder = _examples()
     sys.path.insert(0, str(folder))  # for the modules that lie beside it
     try:

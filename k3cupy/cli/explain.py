@@ -64,6 +64,14 @@ def explain(
         _explain_mla(op, kinds, heads or 12, tokens, gpu, as_json)
 
 
+def _told(choice: Choice) -> dict[str, Any]:
+    """Return a choice as plain values, without what hangs on a call's tensors."""
+    found = choice.to_dict()
+    for name in ("name_expression", "pdl"):
+        del found[name]
+    return found
+
+
 def _explain_linear(
     shapes: Shapes,
     models: Sequence[str],
@@ -87,7 +95,7 @@ def _explain_linear(
         for count in tokens or TOKENS
     ]
     if as_json:
-        found = [{"n": r.n, "k": r.k, "tokens": r.num_tokens, **r.choice.to_dict()} for r in rows]
+        found = [{"n": r.n, "k": r.k, "tokens": r.num_tokens, **_told(r.choice)} for r in rows]
         show_json({"gpu": there.name, "arch": there.arch, "choices": found})
         return
     table = layer_table(rows, names, apart=len(rows) <= _FEW)
@@ -126,7 +134,7 @@ def _explain_mla(
                     yield kind, count, choose(op, make(kind, "bfloat16"), count, heads, there)
 
     if as_json:
-        found = [{"kind": kind, "tokens": m, **choice.to_dict()} for kind, m, choice in choices()]
+        found = [{"kind": kind, "tokens": m, **_told(choice)} for kind, m, choice in choices()]
         show_json({"gpu": there.name, "arch": there.arch, "heads": heads, "choices": found})
         return
     rows = [

@@ -102,10 +102,10 @@ def gpu_of(name: str | None) -> DeviceInfo:
 
 
 class OutFile(click.Path):
-    """A file that will be written: whether it can be is known before anything is measured."""
+    """A file or folder that will be written: whether it can be is known before the work."""
 
-    def __init__(self) -> None:
-        super().__init__(dir_okay=False, path_type=Path)
+    def __init__(self, *, is_folder: bool = False) -> None:
+        super().__init__(file_okay=not is_folder, dir_okay=is_folder, path_type=Path)
 
     def convert(
         self, value: Any, parameter: click.Parameter | None, context: click.Context | None

@@ -20,17 +20,15 @@ from k3cupy.runtime.text import compiling
 @click.option("--tp", type=int, help="--model: degree of tensor parallelism.")
 @click.option(
     "--op",
-    default="mla_decode",
-    show_default=True,
-    help="mla_decode, mla_norm, mla_query, mla_value, mla_prefill, one of the prefill operations, "
-    "fused_a_gemm, skinny_gemm or low_latency_linear. What is not named below is the operation's "
-    "default.",
+    help="mla_decode (the default), mla_norm, mla_query, mla_value, mla_prefill, one of the "
+    "prefill operations, fused_a_gemm, skinny_gemm or low_latency_linear. What is not named below "
+    "is the operation's default.",
 )
 @operation_options
 @click.option("--device", type=int, default=None, help="GPU ordinal; the current one by default.")
 @json_option
 def warmup(
-    op: str,
+    op: str | None,
     device: int | None,
     model: str | None,
     tp: int | None,
@@ -39,12 +37,13 @@ def warmup(
 ) -> None:
     """Compile the kernels that calls will need, into CuPy's disk cache."""
     named = named_options(options)
-    if (model is None) != (tp is None) or (model is not None and named):
-        raise click.UsageError("--model and --tp go together, and without options of one operation")
+    if (model is None) != (tp is None) or (model is not None and (op or named)):
+        told = "--model and --tp go together, and without --op and its options"
+        raise click.UsageError(told)
     if model is not None and tp is not None:
         count = _of_model(model, tp, device)
     else:
-        count = k3cupy.warmup(op, device=device, **named)
+        count = k3cupy.warmup(op or "mla_decode", device=device, **named)
     if as_json:
         show_json({"kernels": count})
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import os
 import re
 import shutil
 import sys
@@ -87,7 +88,7 @@ def _longest(texts: Iterable[str], parts: Callable[[str], list[str]]) -> int:
 
 
 _LEAST = 30
-"""Characters of a column whose lines are broken, where it has as many."""
+"""Characters of a column whose lines are broken, where it has as many and the line has room."""
 
 _WIDTH = 120
 """Characters of a line where no terminal says how many it has."""
@@ -97,6 +98,7 @@ def plain(table: Table) -> str:
     """Return a table as lines of ASCII, with what stands in its cells as it is.
 
     It is as wide as the terminal, or wider where a word would not fit: names are never cut.
+    COLUMNS counts where there is none, but in a notebook, which has it of whoever started it.
     A text cannot know where it will be printed. rich would write colours into it where the
     environment forces them, and in a notebook display it and leave the text empty.
     """
@@ -117,6 +119,10 @@ def plain(table: Table) -> str:
         emoji=False,
     )
     endless = console.options.update_width(1 << 20)
+    if Measurement.get(console, endless, table).minimum > console.width < _WIDTH:
+        for column in table.columns:
+            if not column.no_wrap:
+                column.min_width = _longest(map(str, [column.header, *column.cells]), str.split)
     console.width = max(console.width, Measurement.get(console, endless, table).minimum)
     with console.capture() as shown:
         console.print(table)
@@ -124,11 +130,16 @@ def plain(table: Table) -> str:
 
 
 def _width() -> int:
+    from rich.console import Console
+
     try:
         is_terminal = sys.stdout.isatty()
     except (AttributeError, ValueError):  # there is none, or it is closed
         is_terminal = False
-    return shutil.get_terminal_size((_WIDTH, 24)).columns if is_terminal else _WIDTH
+    if is_terminal:
+        return shutil.get_terminal_size((_WIDTH, 24)).columns
+    told = "" if Console().is_jupyter else os.environ.get("COLUMNS", "")
+    return (int(told) if told.isdecimal() else 0) or _WIDTH
 
 
 def html(table: Table) -> str:

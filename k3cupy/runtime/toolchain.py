@@ -1,4 +1,7 @@
-"""CuPy, cuda-core, NVRTC and the CUDA headers: found late, missed with a sentence that helps."""
+"""CuPy, cuda-core, NVRTC, the CUDA headers and optional packages.
+
+They are found late, and missed with a sentence that helps.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,40 @@ from k3cupy.runtime.warn import warn_user
 
 INSTALL_HINT = (
     'install the GPU stack with `pip install "k3cupy[cu12]"` (driver for CUDA 12) or '
-    '`pip install "k3cupy[cu13]"` (driver for CUDA 13)'
+    '`pip install "k3cupy[cu13]"` (driver for CUDA 13; '
+    "to compile without a GPU either extra: no driver is needed)"
 )
+
+_OPTIONAL = {
+    "matplotlib": ("matplotlib", 'pip install "k3cupy[bench]"'),
+    "torch": ("PyTorch", "pip install torch"),
+    "transformers": ("transformers", "pip install 'transformers>=5.17'"),
+}
+"""Package -> how people call it, and what installs it."""
+
+
+@contextlib.contextmanager
+def optional(who: str, error: type[BaseException] = ToolchainError) -> Iterator[None]:
+    """Say what installs an optional package that an import inside does not find.
+
+    Args:
+        who: needs it, in words.
+        error: what is raised then; ``SystemExit`` ends a script with that one line.
+
+    Example:
+        >>> with optional("this script", SystemExit):                     # doctest: +SKIP
+        ...     import torch
+        this script needs PyTorch: pip install torch
+    """
+    try:
+        yield
+    except ImportError as missing:
+        package = (missing.name or "").partition(".")[0]
+        if package not in _OPTIONAL:
+            raise
+        name, command = _OPTIONAL[package]
+        raise error(f"{who} needs {name}: {command}") from missing
+
 
 _import_lock = threading.Lock()
 
@@ -174,6 +209,17 @@ def include_directory() -> str:
 def release(number: int) -> tuple[int, int]:
     """Return the CUDA release behind the number that headers and driver use: 13000 is (13, 0)."""
     return number // 1000, number % 1000 // 10
+
+
+def need_compiler() -> None:
+    """Raise unless sources can be compiled here, before somebody begins to.
+
+    Raises:
+        ToolchainError: CuPy, cuda-core, NVRTC or the headers are missing.
+    """
+    cuda_core()
+    nvrtc_version()
+    include_directory()
 
 
 @functools.cache

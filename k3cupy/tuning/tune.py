@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from k3cupy import projections
 from k3cupy.choose import cache
 from k3cupy.choose.table import GEMM, Entry
-from k3cupy.runtime import devices, sources
+from k3cupy.runtime import devices, sources, toolchain
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import ToolchainError, reject, shown
 from k3cupy.tuning import files
@@ -86,10 +86,8 @@ def tune(
     named = dict(shapes=shapes, preset=preset, module=module, kinds=kinds, num_heads=num_heads)
     targets = targets_of(op, tokens=tokens, residual=residual, **named)
     job = prepare(targets, again=again, device=device)
-    try:
+    with toolchain.optional("tuning"):
         import torch
-    except ImportError as error:
-        raise ToolchainError("tuning needs PyTorch: pip install torch") from error
     if not torch.cuda.is_available():
         raise ToolchainError("tuning needs a CUDA GPU; PyTorch sees none")
     with torch.cuda.device(job.gpu.index), torch.no_grad():
