@@ -17,10 +17,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from k3cupy.runtime.toolchain import optional
-
-with optional("this example", SystemExit):
-    import torch
+import torch
 
 import k3cupy
 from k3cupy.kernels.mla_decode import SOURCE

@@ -17,11 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 from unittest.mock import patch
 
-from k3cupy.runtime.toolchain import optional
-
-with optional("this example", SystemExit):
-    import torch
-
+import torch
 from rich.console import Console
 from rich.table import Table
 

@@ -32,19 +32,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from k3cupy.runtime.toolchain import optional
-
-with optional("this example", SystemExit):
-    import torch
-    from torch import Tensor
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, StaticCache
-    from transformers import __version__ as transformers_version
-    from transformers.cache_utils import StaticLayer
-
 import click
+import torch
 from demo_tools import choose_device, describe, device_option, seed_option
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, StaticCache
+from transformers import __version__ as transformers_version
+from transformers.cache_utils import StaticLayer
 
 import k3cupy
 from k3cupy.engines import transformers as engine

@@ -20,14 +20,9 @@ from __future__ import annotations
 
 import copy
 
-from k3cupy.runtime.toolchain import optional
-
-with optional("this example", SystemExit):
-    import torch
-    import torch.nn.functional as F
-    from torch import Tensor, nn
-
 import click
+import torch
+import torch.nn.functional as F
 from demo_tools import (
     TOLERANCE,
     all_agree,
@@ -52,6 +47,7 @@ from mla_layer import (
 )
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor, nn
 
 import k3cupy
 

@@ -20,13 +20,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from k3cupy.runtime.toolchain import optional
-
-with optional("this example", SystemExit):
-    import torch
-    from torch import Tensor
-
 import click
+import torch
 from demo_tools import (
     REPLAYS,
     TOLERANCE,
@@ -57,6 +52,7 @@ from mla_layer import (
 )
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 import k3cupy
 

@@ -26,14 +26,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from k3cupy.runtime.toolchain import optional
-
-with optional("this example", SystemExit):
-    import torch
-    import torch.distributed as dist
-    from torch import Tensor
-
 import click
+import torch
+import torch.distributed as dist
 from demo_tools import (
     REPLAYS,
     TOLERANCE,
@@ -48,6 +43,7 @@ from demo_tools import (
     seed_option,
 )
 from mla_layer import LATENT_DIM, CacheFormat, FusedLayer, PagedCache, Weights
+from torch import Tensor
 
 import k3cupy
 

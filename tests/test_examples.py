@@ -195,48 +195,6 @@ def fails(demo: ModuleType, *options: str) -> None:
     assert "FAILED" in result.output
 
 
-SCRIPTS = sorted(
-    p.stem for p in EXAMPLES.glob("*.py") if f"examples/{p.name}" in p.read_text("utf-8")
-)
-WITHOUT_A_PACKAGE = """
-import contextlib, runpy, sys
-
-missing, *paths = sys.argv[1:]
-sys.modules[missing] = None
-for path in paths:
-    try:
-        runpy.run_path(path, run_name="__main__")
-    except SystemExit as end:
-        print(end.code)
-"""
-
-
-@pytest.mark.parametrize(
-    ("missing", "names", "told"),
-    [
-        ("torch", SCRIPTS, "PyTorch: pip install torch"),
-        ("transformers", ["hf_deepseek_v3"], "transformers: pip install 'transformers>=5.17'"),
-    ],
-)
-def test_an_example_says_what_it_needs(
-    missing: str, names: list[str], told: str, tmp_path: Path
-) -> None:
-    paths = [str(EXAMPLES / f"{name}.py") for name in names]
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_A_PACKAGE, missing, *paths],
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(EXAMPLES), os.environ["PYTHONPATH"]]),
-        },
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert len(SCRIPTS) >= 7
-    assert done.stdout.splitlines() == [f"this example needs {told}"] * len(names), done.stderr
-
-
 # Decode
 
 

@@ -21,30 +21,26 @@ from k3cupy.runtime.warn import warn_user
 
 INSTALL_HINT = (
     'install the GPU stack with `pip install "k3cupy[cu12]"` (driver for CUDA 12) or '
-    '`pip install "k3cupy[cu13]"` (driver for CUDA 13; '
-    "to compile without a GPU either extra: no driver is needed)"
+    '`pip install "k3cupy[cu13]"` (driver for CUDA 13); to compile without a GPU either will do, '
+    "and no driver is needed"
 )
 
 _OPTIONAL = {
     "matplotlib": ("matplotlib", 'pip install "k3cupy[bench]"'),
     "torch": ("PyTorch", "pip install torch"),
-    "transformers": ("transformers", "pip install 'transformers>=5.17'"),
 }
 """Package -> how people call it, and what installs it."""
 
 
 @contextlib.contextmanager
-def optional(who: str, error: type[BaseException] = ToolchainError) -> Iterator[None]:
+def optional(who: str) -> Iterator[None]:
     """Say what installs an optional package that an import inside does not find.
 
     Args:
         who: needs it, in words.
-        error: what is raised then; ``SystemExit`` ends a script with that one line.
 
-    Example:
-        >>> with optional("this script", SystemExit):                     # doctest: +SKIP
-        ...     import torch
-        this script needs PyTorch: pip install torch
+    Raises:
+        ToolchainError: it is not there.
     """
     try:
         yield
@@ -53,7 +49,7 @@ def optional(who: str, error: type[BaseException] = ToolchainError) -> Iterator[
         if package not in _OPTIONAL:
             raise
         name, command = _OPTIONAL[package]
-        raise error(f"{who} needs {name}: {command}") from missing
+        raise ToolchainError(f"{who} needs {name}: {command}") from missing
 
 
 _import_lock = threading.Lock()
