@@ -70,7 +70,7 @@ _HOMES = {
     "CaptureError": "k3cupy.runtime.errors",
     "Choice": "k3cupy.call.choice",
     "CompileError": "k3cupy.runtime.errors",
-    "CompileReport": "k3cupy.compiling",
+    "CompileReport": "k3cupy.compiling.report",
     "DispatchReport": "k3cupy.ops.dispatch_report",
     "FusedAGemmConfig": "k3cupy.kernels.fused_a_gemm",
     "LinearReport": "k3cupy.torch.linear_report",
@@ -83,7 +83,7 @@ _HOMES = {
     "SkinnyGemmConfig": "k3cupy.kernels.skinny_gemm",
     "ToolchainError": "k3cupy.runtime.errors",
     "batch_invariant_mode": "k3cupy.ops.batch_invariance",
-    "compile": "k3cupy.compiling",
+    "compile": "k3cupy.compiling.compile",
     "config_info": "k3cupy.runtime.config",
     "disable_low_latency_gemm": "k3cupy.torch.modules",
     "dispatch_report": "k3cupy.ops.dispatch_report",
@@ -127,7 +127,8 @@ _MODULES = ("projections",)
 
 if TYPE_CHECKING:
     from k3cupy.call.choice import Choice
-    from k3cupy.compiling import CompileReport, compile
+    from k3cupy.compiling.compile import compile
+    from k3cupy.compiling.report import CompileReport
     from k3cupy.kernels.fused_a_gemm import FusedAGemmConfig
     from k3cupy.kernels.mla_decode import MlaDecodeConfig
     from k3cupy.kernels.mla_norm import MlaNormConfig

@@ -22,7 +22,7 @@ from k3cupy.runtime import binaries, bundles, offline, sources, toolchain
 from k3cupy.runtime.bundles import Bundle
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import ToolchainError
-from k3cupy.runtime.instances import Instance
+from k3cupy.runtime.instances import Instance, threads_of
 
 _FLAGS = (False, True)
 _FLOAT32, _FUSED_A, _Q_B = "float32", "qkv_a_proj", "q_b_proj"
@@ -144,6 +144,7 @@ def make(
     """
     from concurrent.futures import ThreadPoolExecutor, as_completed
 
+    threads = threads_of(max_workers)
     if sources.overridden() is not None:
         raise ToolchainError(
             "K3CUPY_SOURCE_DIR: expected the sources of the package, got an edited copy, whose "
@@ -165,7 +166,7 @@ def make(
         key = bundles.key_of(instance, digests[instance.source], gpu.arch)
         return instance, binaries.write(folder, key, content).name
 
-    with ThreadPoolExecutor(max_workers or os.cpu_count()) as pool:
+    with ThreadPoolExecutor(threads) as pool:
         futures = [pool.submit(compile_one, instance) for instance in instances]
         try:
             for future in as_completed(futures):

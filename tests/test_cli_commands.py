@@ -123,6 +123,13 @@ def test_explain_of_the_epilogues() -> None:
         ("explain --shape 8", 2, "write N x K as 2112x7168"),
         ("compile --op mla_decode --kv-cache fp4 --gpu h200", 1, "kv_cache: expected "),
         ("compile /no/such/folder", 2, "does not exist"),
+        ("compile mla_dec", 2, "Expected a folder, or one of mla_decode, mla_norm"),
+        ("compile mla_query --gpu a100 --tokens 0", 1, "tokens: expected "),
+        (
+            "compile low_latency_linear --shape 2112x7168 --tokens 64 --gpu a10",
+            1,
+            "gpu: expected a GPU that has kernels of low_latency_linear, got NVIDIA A10",
+        ),
         ("compile --gpu h2", 1, "gpu: expected a100, h100, "),
         ("tune --gpu h200 --shape 16x16", 2, "--gpu is of --dry-run"),
         ("tune --dry-run --gpu h2 --shape 16x16", 1, "gpu: expected a100, h100, "),
@@ -206,6 +213,7 @@ def test_compile_shows_what_instances_take(tmp_path: Path) -> None:
     assert "mla_decode_epilogue" in text and "registers" in text
     (kernel,) = read(*words)["kernels"]
     assert kernel["registers"] > 0 == kernel["spill_stores"] and "sass" not in kernel
+    assert read("compile", "mla_decode", *words[3:])["kernels"] == [kernel]
     folder = copy_of_sources(tmp_path)
     edit(folder / "mla/rope.cuh", "angles.sine[i];", "angle.sine[i];")
     code, text = run("compile", str(folder))

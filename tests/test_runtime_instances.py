@@ -360,6 +360,13 @@ def test_a_fork_does_not_wait_for_its_parents_thread(gpu: FakeGpu) -> None:
     assert status == 0
 
 
+def test_load_all_refuses_what_is_no_number_of_threads(gpu: FakeGpu) -> None:
+    for many in (0, -1, 1.5, "2", True):
+        with pytest.raises((ValueError, TypeError), match=r"^max_workers: expected None, or thr"):
+            instances.load_all(INSTANCES, 0, max_workers=many)  # type: ignore[arg-type]
+    assert gpu.compiled == []
+
+
 def test_load_all_begins_nothing_after_a_failure(gpu: FakeGpu) -> None:
     def refuse_after_a_while(name: str) -> None:
         time.sleep(0.01)  # as compilers do; else all may be through before the first is heard of

@@ -385,6 +385,31 @@ def test_missing_folder_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
     assert "Unset it" in str(caught.value)
 
 
+def test_a_folder_that_goes_while_it_is_named(tree: Path) -> None:
+    """The name in the error is of what the caller has to change, and no advice is given in vain."""
+    with k3cupy.source_dir(tree):
+        shutil.rmtree(tree)
+        expected = f"^source_dir: expected a folder with CUDA sources, got '{tree}'. It was there"
+        with pytest.raises(k3cupy.ToolchainError, match=expected):
+            sources.load(SOURCE)
+        with pytest.warns(UserWarning, match="A call on a GPU would fail: source_dir: ") as told:
+            sources.warn_unused()
+        assert "k3cupy.compile(" not in str(told[0].message)
+
+
+def test_a_relative_folder_of_the_environment_follows_the_working_directory(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So what a warning advises is the whole path."""
+    monkeypatch.setenv("K3CUPY_SOURCE_DIR", tree.name)
+    monkeypatch.chdir(tree.parent)
+    with pytest.warns(UserWarning, match=re.escape(f"k3cupy.compile({str(tree.resolve())!r})")):
+        sources.warn_unused()
+    monkeypatch.chdir("/")
+    with pytest.raises(k3cupy.ToolchainError, match=r"^K3CUPY_SOURCE_DIR: expected a folder"):
+        sources.directory()
+
+
 def test_missing_folder_of_the_context_manager(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
     with (

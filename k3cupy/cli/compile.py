@@ -17,10 +17,29 @@ from k3cupy.cli.options import (
 )
 
 
+class _Sources(click.Path):
+    """A folder of sources, or the name of an operation."""
+
+    def __init__(self) -> None:
+        super().__init__(exists=True, file_okay=False, path_type=Path)
+
+    def convert(
+        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+    ) -> Any:
+        """Return the name, or the path."""
+        from k3cupy.ops.warmup import OPERATIONS
+
+        if value in OPERATIONS:
+            return value
+        try:
+            return super().convert(value, parameter, context)
+        except click.BadParameter as error:
+            told = f"{error.message} Expected a folder, or one of {', '.join(OPERATIONS)}"
+            raise click.BadParameter(told, context, parameter) from None
+
+
 @click.command("compile")
-@click.argument(
-    "source_dir", required=False, type=click.Path(exists=True, file_okay=False, path_type=Path)
-)
+@click.argument("source_dir", required=False, type=_Sources())
 @click.option("--op", help="As of warmup; by default what differs from the package, or mla_decode.")
 @operation_options
 @gpu_option
@@ -28,7 +47,7 @@ from k3cupy.cli.options import (
 @click.option("--sass", is_flag=True, help="Print the machine code of each instance, too.")
 @json_option
 def compile_command(
-    source_dir: Path | None,
+    source_dir: Path | str | None,
     op: str | None,
     gpu: str | None,
     time: bool | None,
@@ -38,10 +57,10 @@ def compile_command(
 ) -> None:
     """Compile kernels, of edited sources too, and show registers, spills and shared memory.
 
-    SOURCE_DIR is a copy of cuda_src; without it the sources are those that calls use. Needs no GPU:
-    without one, and without --gpu, it is for an H200.
+    SOURCE_DIR is a copy of cuda_src, or the name of an operation; without a folder the sources are
+    those that calls use. Needs no GPU: without one, and without --gpu, it is for an H200.
     """
-    from k3cupy.compiling import compile
+    from k3cupy.compiling.compile import compile
 
     report = compile(source_dir, op, gpu=gpu, time=time, **named_options(options))
     if as_json:

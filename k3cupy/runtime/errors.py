@@ -47,6 +47,29 @@ def reject(
     raise error(f"{name}: expected {expected}, got {got}" + (f". {hint}" if hint else ""))
 
 
+_NO_HEADER = (
+    r'cannot open source file "'
+    r'(?:\w+|cuda/std/[^"]*|(?:std\w+|assert|float|limits|math|string)\.h)"'
+)
+_RULES = (
+    (
+        r"__nv_name_map\(\d+\): error",
+        "A call asks for a kernel by its name and the arguments of its template: those must stay "
+        "as the package has them",
+    ),
+    (
+        _NO_HEADER,
+        "NVRTC has none of the headers that come with a host compiler or with CCCL; printf and the "
+        "mathematical functions need no include",
+    ),
+    (
+        "\ufeff",
+        "A file begins with a byte order mark, which NVRTC does not read: save it as UTF-8 without",
+    ),
+)
+"""What the log shows of a rule that an edited source has broken, and the rule."""
+
+
 def refused_by_nvrtc(path: object, what: str, log: str, hint: str = "") -> CompileError:
     """Return the error of a source that does not compile; raise it ``from None``.
 
@@ -60,7 +83,9 @@ def refused_by_nvrtc(path: object, what: str, log: str, hint: str = "") -> Compi
     """
     log = re.sub(r"^\d+: NVRTC_ERROR\w+(, compilation log:)?", "", log.strip("\0 \n")).strip()
     log = re.sub(r'in the compilation of "[^"\n]*"', f'in the compilation of "{path}"', log)
-    return CompileError("\n".join(filter(None, [f"{path}: NVRTC refused {what}", log, hint])))
+    rules = [rule for pattern, rule in _RULES if re.search(pattern, log)]
+    lines = [f"{path}: NVRTC refused {what}", log, *rules, hint]
+    return CompileError("\n".join(filter(None, lines)))
 
 
 class _Short(reprlib.Repr):

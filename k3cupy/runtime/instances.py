@@ -17,7 +17,15 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from k3cupy.runtime import devices, env, sources, toolchain
-from k3cupy.runtime.errors import BusyError, MissingError, ToolchainError, refused_by_nvrtc
+from k3cupy.runtime.errors import (
+    BusyError,
+    MissingError,
+    ToolchainError,
+    refused_by_nvrtc,
+    reject,
+    shown,
+)
+from k3cupy.runtime.tensors import is_integer
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -135,6 +143,24 @@ def is_loaded(instance: Instance, device: int) -> bool:
     return attempt is not None and attempt.loaded is not None
 
 
+def threads_of(max_workers: Any, most: int | None = None) -> int:
+    """Return how many threads compile: as many as are named, or one per CPU core.
+
+    Args:
+        max_workers: what a caller named, or None.
+        most: of CPU cores.
+
+    Raises:
+        TypeError, ValueError: it is no number above 0.
+    """
+    if max_workers is None:
+        return min(most or 1 << 16, os.cpu_count() or 1)
+    if not is_integer(max_workers) or max_workers < 1:
+        kind = ValueError if is_integer(max_workers) else TypeError
+        reject("max_workers", "None, or threads from 1 on", shown(max_workers), error=kind)
+    return int(max_workers)
+
+
 def load_all(
     instances: Iterable[Instance],
     device: int,
@@ -160,7 +186,7 @@ def load_all(
     """
     from concurrent.futures import ThreadPoolExecutor  # slow to import
 
-    workers = max_workers or min(16, os.cpu_count() or 1)
+    workers = threads_of(max_workers, 16)
     finished: SimpleQueue[Future[bool]] = SimpleQueue()
     futures: dict[Future[bool], Instance] = {}
     wanted: set[Instance] = set()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from k3cupy.runtime.errors import ToolchainError, reject, shown
 from k3cupy.runtime.warn import warn_user
 
 _OF_BENCHMARKS = "bench"
+_SUFFIXES = (".cu", ".cuh", ".h", ".hpp", ".cpp")
 _SPACE = rb"(?:\s|/\*(?:[^*]|\*(?!/))*\*/)*"
 _DIRECTIVE = rb"(?:#|%%:)%binclude(?:_next)?|__has_include(?:_next)?%b\(" % (_SPACE, _SPACE)
 _NAMED = rb'"([^"\n\0]+)"|<([^>\n\0]+)>|([\w\\])'
@@ -112,17 +113,17 @@ def warn_unused() -> None:
 
     Nobody is to take an edit that does not compile for one that works.
     """
-    named = overridden()
-    if named is None:
+    if overridden() is None:
         return
     try:
-        folder = f"edited sources in {directory()}"
+        folder = str(directory())
     except ToolchainError as error:
-        folder = f"sources ({error})"
+        warn_user(f"CPU tensors run the reference in NumPy. A call on a GPU would fail: {error}")
+        return
     warn_user(
-        f"CPU tensors run the reference in NumPy: the {folder} are neither compiled nor run by "
-        f"this call, whether they are right or not. k3cupy.compile({named!r:.300}) compiles them, "
-        "for any GPU and without one"
+        f"CPU tensors run the reference in NumPy: the edited sources in {folder} are neither "
+        f"compiled nor run by this call, whether they are right or not. k3cupy.compile("
+        f"{folder!r:.300}) compiles them, for any GPU and without one"
     )
 
 
@@ -133,9 +134,11 @@ def directory() -> Path:
         return shipped()
     path = _folder(folder)
     if path is None:
+        name, hint = "K3CUPY_SOURCE_DIR", "Unset it to use the sources that came with the package"
+        if override.get() is not None:
+            name, hint = "source_dir", "It was there when the `with` block began"
         raise ToolchainError(
-            f"K3CUPY_SOURCE_DIR: expected a folder with CUDA sources, got {folder!r:.300}. "
-            "Unset it to use the sources that came with the package"
+            f"{name}: expected a folder with CUDA sources, got {folder!r:.300}. {hint}"
         )
     return path
 
@@ -217,6 +220,40 @@ def shipped_digest(*names: str) -> str:
     for name in names:
         files |= _closure(folder, name)
     return _digest(files, folder)
+
+
+def is_edited(name: str) -> bool:
+    """Return whether a source, with all that it includes, differs from that of the package.
+
+    Raises:
+        ToolchainError: it cannot be read.
+    """
+    return overridden() is not None and load(name).digest != shipped_digest(name)
+
+
+def unread_edits(names: Iterable[str]) -> list[str]:
+    """Return the files that differ from the package's, and that none of some sources includes.
+
+    Args:
+        names: of the sources; those that cannot be read are left out.
+    """
+    folder, package = directory(), shipped()
+    read: set[str] = set()
+    for name in names:
+        with contextlib.suppress(ToolchainError):
+            read.update(_closure(folder, name))
+    found = []
+    for path in sorted(folder.rglob("*")):
+        if (
+            path.suffix not in _SUFFIXES
+            or os.path.join(os.path.realpath(path.parent), path.name) in read
+        ):
+            continue
+        place = path.relative_to(folder)
+        content = _content(str(path))
+        if content is not None and content != _content(str(package / place)):
+            found.append(str(place))
+    return found
 
 
 def _digest(files: Mapping[str, bytes | None], folder: Path) -> str:

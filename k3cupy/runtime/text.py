@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import io
 import os
@@ -146,15 +147,18 @@ def html(table: Table) -> str:
     """Return a table of texts as HTML, for a notebook."""
     from html import escape
 
+    def broken(text: object) -> str:
+        return escape(str(text)).replace("\n", "<br>")
+
     def line(cells: Iterable[object], tag: str) -> str:
-        told = (escape(str(cell)).replace("\n", "<br>") for cell in cells)
+        told = map(broken, cells)
         return "<tr>" + "".join(f"<{tag}>{cell}</{tag}>" for cell in told) + "</tr>"
 
     head = [column.header for column in table.columns]
     rows = zip(*(column.cells for column in table.columns), strict=True)
     lines = [line(head, "th"), *(line(row, "td") for row in rows)]
-    title = f"<caption>{escape(str(table.title))}</caption>" if table.title else ""
-    note = f"<p>{escape(str(table.caption))}</p>" if table.caption else ""
+    title = f"<caption>{broken(table.title)}</caption>" if table.title else ""
+    note = f"<p>{broken(table.caption)}</p>" if table.caption else ""
     body = "\n".join(lines)
     return f"<table style='text-align: left'>{title}\n{body}\n</table>{note}"
 
@@ -167,8 +171,16 @@ def name_pattern(name: str) -> str:
 NEEDS_WIDGETS = 'a progress bar in a notebook needs ipywidgets: pip install "k3cupy[notebook]"'
 
 
+@functools.cache
+def _say_once(text: str) -> None:
+    """Write a line on standard error, once a process."""
+    print(text, file=sys.stderr)
+
+
 def progress_bar(*columns: Any, quiet: bool = False) -> Progress:
-    """Return a progress bar on standard error; a notebook without widgets is told what it needs.
+    """Return a progress bar on standard error; a notebook without widgets gets none.
+
+    It is told, once, what it needs: a bar would be a line there for each of its states.
 
     Args:
         columns: as of ``rich.progress.Progress``.
@@ -180,7 +192,9 @@ def progress_bar(*columns: Any, quiet: bool = False) -> Progress:
     console = Console(stderr=True, quiet=quiet)
     if console.is_jupyter and importlib.util.find_spec("ipywidgets") is None:
         console = Console(stderr=True, quiet=quiet, force_jupyter=False)
-        console.print(NEEDS_WIDGETS, markup=False, highlight=False, soft_wrap=True)
+        if not quiet:
+            _say_once(NEEDS_WIDGETS)
+        quiet = True
     return Progress(*columns, console=console, disable=quiet)
 
 

@@ -1,0 +1,1 @@
+"""The parts of ``k3cupy.compile``: what is looked at, what the compiler says of it, its times."""
