@@ -23,7 +23,7 @@ import k3cupy
 from k3cupy.choose.table import KERNELS
 from k3cupy.compiling.looks import OF_SOURCES
 from k3cupy.kernels.mla_decode import UNTUNED
-from k3cupy.runtime import assembled, devices, offline, sources
+from k3cupy.runtime import assembled, devices, offline, sources, toolchain
 from k3cupy.tuning import cuda_meter
 
 ONE: dict[str, Any] = {"kv_cache": "bf16", "config": UNTUNED}
@@ -49,6 +49,18 @@ def test_what_an_instance_takes_on_any_gpu() -> None:
             str(kernel.registers) in str(report) and "<td>mla_decode.cu: " in report._repr_html_()
         )
         assert json.loads(json.dumps(report.to_dict()))["kernels"][0]["code"] == len(kernel.code)
+
+
+def test_a_missing_compiler_is_told_before_the_bar(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse() -> None:
+        raise k3cupy.ToolchainError("there is no compiler here")
+
+    monkeypatch.setattr(toolchain, "cuda_core", refuse)
+    with pytest.raises(k3cupy.ToolchainError, match="there is no compiler here"):
+        k3cupy.compile("mla_norm", gpu="h200")
+    assert capsys.readouterr().err == ""
 
 
 def test_shared_memory_is_what_a_block_has() -> None:

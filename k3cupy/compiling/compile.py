@@ -14,7 +14,7 @@ from k3cupy.compiling import looks
 from k3cupy.compiling.report import CompiledKernel, CompileReport
 from k3cupy.compiling.times import timed
 from k3cupy.ops.warmup import OPERATIONS
-from k3cupy.runtime import devices, offline, sources
+from k3cupy.runtime import devices, offline, sources, toolchain
 from k3cupy.runtime.assembled import parameter_sizes, taken, warnings_of
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import CompileError, ToolchainError, reject, shown
@@ -82,6 +82,7 @@ def compile(
         source_dir, op = None, source_dir
     there, wants_times = _gpu_of(gpu, time)
     threads = threads_of(max_workers)
+    toolchain.need_compiler()
     with _from(source_dir):
         folder = sources.directory()
         asked, notes = looks.of_call(op, options)
