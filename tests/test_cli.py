@@ -364,9 +364,21 @@ def test_warmup_without_a_gpu_is_one_clear_line(options: tuple[str, ...]) -> Non
         (("--dtype", "float32"), "dtype", "'float32'"),
         (("--kv-cache", "fp8_ds_mla", "--query-fp8"), "query_fp8", "True"),
         (("--op", "mla_train"), "op", "'mla_train'"),
-        (("--op", "mla_prefill", "--query-fp8"), "query_fp8", "True"),
-        (("--op", "mla_prefill", "--kv-inputs-ready"), "kv_inputs_ready", "True"),
-        (("--out-dtype", "float32"), "out_dtype", "'float32'"),
+        (
+            ("--op", "mla_prefill", "--query-fp8"),
+            "query_fp8",
+            r"True\. Leave it out: mla_prefill has no option query_fp8",
+        ),
+        (
+            ("--op", "mla_prefill", "--kv-inputs-ready"),
+            "kv_inputs_ready",
+            r"True\. Leave it out: mla_prefill has no option kv_inputs_ready",
+        ),
+        (
+            ("--out-dtype", "float32"),
+            "out_dtype",
+            r"'float32'\. Leave it out: mla_decode has no option out_dtype",
+        ),
     ],
 )
 def test_warmup_with_wrong_options_is_one_clear_line(
