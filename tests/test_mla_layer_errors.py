@@ -252,7 +252,7 @@ def test_explain_says_what_runs_and_validates(device: str, form: LayerForm) -> N
 
 @each_form
 def test_explain_refuses_a_gpu_that_is_too_old(form: LayerForm) -> None:
-    """As the call there would, also where separate kernels would run."""
+    """As the call there would."""
     with pytest.raises(k3cupy.ToolchainError, match=f"^{TOO_OLD}"):
         base(form, "cpu").explain(gpu=T4)
 
