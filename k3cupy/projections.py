@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import json
 import re
 from collections.abc import Iterator
@@ -184,8 +185,14 @@ def _imported(path: str) -> Any:
     except (ImportError, AttributeError) as error:
         reject("module", "something that can be imported", f"{path!r}: {error}")
     torch = pytorch()
-    is_module = torch is not None and isinstance(found, torch.nn.Module)
-    return found() if callable(found) and not is_module else found
+    if not callable(found) or (torch is not None and isinstance(found, torch.nn.Module)):
+        return found
+    try:
+        inspect.signature(found).bind()
+    except (TypeError, ValueError) as error:  # a builtin may have no signature
+        expected = "a torch.nn.Module, or what makes one without arguments"
+        reject("module", expected, f"{path!r}: {error}", error=TypeError)
+    return found()
 
 
 def _of_layers(module: Any, torch: Any) -> Iterator[tuple[int, int]]:

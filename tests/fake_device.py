@@ -34,6 +34,10 @@ RTX_5090 = DeviceInfo(6, "NVIDIA GeForce RTX 5090", (12, 0), 170, 101_376)
 GPUS = (H200, H100, A100, RTX_4090, B200, GB300, RTX_5090)
 """Each at its ordinal, so that the plans of one are not taken for another's."""
 
+T4 = DeviceInfo(0, "Tesla T4", (7, 5), 40, 65_536)
+TOO_OLD = "GPU 0: expected sm_80 or newer, got Tesla T4, which is sm_75"
+"""What is said of that one wherever a kernel would run."""
+
 STREAM = 77
 
 

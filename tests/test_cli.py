@@ -26,7 +26,7 @@ import k3cupy
 from k3cupy import bundling, projections
 from k3cupy.cli import main
 from k3cupy.projections import preset_shapes
-from k3cupy.runtime import config, devices, offline, toolchain
+from k3cupy.runtime import config, devices, env, offline, toolchain
 from k3cupy.runtime.devices import DeviceInfo
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch finds a GPU")
@@ -294,6 +294,33 @@ def test_show_config_names_two_cupys_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert text.count("cupy-cuda12x and cupy-cuda13x are installed over each other") == 1
 
 
+def test_show_config_judges_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What every call would be refused for, and what nobody reads, with CuPy and without."""
+    cupy_of(monkeypatch, H200)
+    monkeypatch.setattr(config, "_cuda_of_torch", lambda: 12)
+    for name in list(env.settings()):
+        monkeypatch.delenv(name)
+    for name in ("K3CUPY_CHECK", "K3CUPY_BATCH_INVARIANT", "K3CUPY_VLLM_KV_READY"):
+        monkeypatch.setenv(name, " 1")
+    monkeypatch.setenv("K3CUPY_VLLM", "dsv3*")
+    assert k3cupy.config_info()["problems"] == []
+    flags = ("BATCH_INVARIANT", "CHECK", "NO_COMPILE", "VLLM_KV_READY")
+    for name in flags:
+        monkeypatch.setenv(f"K3CUPY_{name}", "maybe")
+    monkeypatch.setenv("K3CUPY_CHEK", "1")
+    told = "expected 0, false, off, no or 1, true, on, yes, got 'maybe'"
+    expected = [f"K3CUPY_{name}: {told}" for name in flags]
+    variables = env.__doc__ or ""
+    for _ in range(2):
+        problems = k3cupy.config_info()["problems"]
+        (unknown,) = set(problems) - set(expected)
+        assert [each for each in problems if each != unknown] == expected
+        head, _, names = unknown.partition(", which reads ")
+        assert head == "K3CUPY_CHEK is no variable of k3cupy"
+        assert set(names.split(", ")) == set(re.findall(r"^\| (K3CUPY_\w+)", variables, re.M))
+        monkeypatch.setattr(toolchain, "cupy", functools.partial(no_nvrtc, None))
+
+
 def test_show_config_says_one_reason_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> Any:
         raise k3cupy.ToolchainError("CuPy does not import\n  (no such module)")
@@ -339,9 +366,21 @@ def test_warmup_without_a_gpu_is_one_clear_line(options: tuple[str, ...]) -> Non
         (("--dtype", "float32"), "dtype", "'float32'"),
         (("--kv-cache", "fp8_ds_mla", "--query-fp8"), "query_fp8", "True"),
         (("--op", "mla_train"), "op", "'mla_train'"),
-        (("--op", "mla_prefill", "--query-fp8"), "query_fp8", "True"),
-        (("--op", "mla_prefill", "--kv-inputs-ready"), "kv_inputs_ready", "True"),
-        (("--out-dtype", "float32"), "out_dtype", "'float32'"),
+        (
+            ("--op", "mla_prefill", "--query-fp8"),
+            "query_fp8",
+            r"True\. Leave it out: mla_prefill has no option query_fp8",
+        ),
+        (
+            ("--op", "mla_prefill", "--kv-inputs-ready"),
+            "kv_inputs_ready",
+            r"True\. Leave it out: mla_prefill has no option kv_inputs_ready",
+        ),
+        (
+            ("--out-dtype", "float32"),
+            "out_dtype",
+            r"'float32'\. Leave it out: mla_decode has no option out_dtype",
+        ),
     ],
 )
 def test_warmup_with_wrong_options_is_one_clear_line(

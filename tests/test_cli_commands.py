@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from fake_device import H200
+from fake_device import H200, T4, TOO_OLD
 from test_cli import needs_no_gpu, run
 from toolchain_helpers import copy_of_sources, edit
 
@@ -121,6 +121,8 @@ def test_explain_of_the_epilogues() -> None:
         ("explain --op mla_decode --shape 8x8", 2, "are of --op low_latency_linear"),
         ("explain --op mla_decode --kind fp4", 1, "kind: expected 16bit+same or "),
         ("explain --shape 8", 2, "write N x K as 2112x7168"),
+        ("explain --gpu h200 --shape 0x7168", 2, "'0x7168' is no shape; write N x K as "),
+        ("explain --gpu h200 --shape 5x00", 2, "as 2112x7168, both above 0"),
         ("compile --op mla_decode --kv-cache fp4 --gpu h200", 1, "kv_cache: expected "),
         ("compile /no/such/folder", 2, "does not exist"),
         ("compile mla_dec", 2, "Expected a folder, or one of mla_decode, mla_norm"),
@@ -133,6 +135,8 @@ def test_explain_of_the_epilogues() -> None:
         ("compile --gpu h2", 1, "gpu: expected a100, h100, "),
         ("tune --gpu h200 --shape 16x16", 2, "--gpu is of --dry-run"),
         ("tune --dry-run --gpu h2 --shape 16x16", 1, "gpu: expected a100, h100, "),
+        ("tune --dry-run", 1, "options are --shape, --preset and --from-module"),
+        ("tune --dry-run --from-module torch.nn:Linear", 1, "makes one without arguments, got"),
         ("tune --shape 16x16 --export {file}/out.json", 2, "cannot be written"),
         ("warmup --op nope", 1, "op: expected "),
         ("warmup --model nope --tp 8", 1, "model: expected "),
@@ -167,10 +171,25 @@ def test_options_are_looked_at_before_a_gpu(
     "words", ["explain", "tune --dry-run --shape 16x16", "warmup", "bench host"]
 )
 def test_without_a_gpu_one_line_says_so(words: str) -> None:
+    """And names the option, where there is one."""
     code, text = run(*words.split())
     assert code == 1
     (line,) = (line for line in text.splitlines() if line.startswith("Error: "))
     assert "GPU" in line
+    named = "--gpu: expected the name of a GPU, as h200, for none is found here"
+    assert (named in line) is words.startswith(("explain", "tune"))
+
+
+def test_explain_on_a_gpu_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of epilogues it says what the call says; linear layers have the framework's."""
+    monkeypatch.setitem(devices.NAMED, "t4", T4)
+    for op in explain._MLA:
+        code, text = run("explain", "--op", op, "--gpu", "t4")
+        assert code == 1 and TOO_OLD in text
+    code, text = run("explain", "--shape", "16x16", "--gpu", "t4")
+    assert code == 0 and "our kernels need sm_80" in " ".join(text.split())
+    code, text = run("tune", "--dry-run", "--shape", "16x16", "--gpu", "t4")
+    assert code == 1 and TOO_OLD in text
 
 
 def test_an_error_that_nobody_foresaw_is_told_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from dispatch_helpers import ADDRESS, K, N, decided, says, view
-from fake_device import H200
+from fake_device import H200, T4, TOO_OLD
 from gemm_table_helpers import measured, measured_table, second, user_cache
 from helpers import BF16, refused
 from hypothesis import given, settings
@@ -23,6 +23,7 @@ from k3cupy import Choice, projections
 from k3cupy.choose import gemm
 from k3cupy.choose.gemm import ALL, TOKENS, choose, problem_of
 from k3cupy.choose.table import Entry
+from k3cupy.ops.warmup import OPERATIONS, wanted_of
 from k3cupy.runtime import devices
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.tensors import TensorView
@@ -30,7 +31,6 @@ from k3cupy.runtime.tensors import TensorView
 H100 = DeviceInfo(0, "NVIDIA H100 80GB HBM3", (9, 0), 132, 232_448)
 A100 = DeviceInfo(0, "NVIDIA A100-SXM4-80GB", (8, 0), 108, 166_912)
 B300 = DeviceInfo(0, "NVIDIA B300", (10, 3), 148, 232_448)
-T4 = DeviceInfo(0, "Tesla T4", (7, 5), 40, 65_536)
 
 NOT_INVARIANT = "; so batch invariance does not hold for this call"
 
@@ -462,6 +462,39 @@ def test_what_a_gpu_that_is_not_here_would_run(gpu: Any) -> None:
     apart = torch.ones(16, 7169, dtype=BF16)[:, :7168]
     assert "row stride" in k3cupy.explain_low_latency_gemm(apart, weight, gpu=gpu).reason
     assert k3cupy.explain_low_latency_gemm(x, weight).runs_on == "cpu", "without it nothing changes"
+
+
+def test_a_gpu_that_is_too_old() -> None:
+    """A linear layer has the framework's; the kernels alone are refused, and not compiled."""
+    x, weight = torch.ones(4, 7168, dtype=BF16), torch.ones(2112, 7168, dtype=BF16)
+    told = k3cupy.explain_low_latency_gemm(x, weight, gpu=T4)
+    assert told.is_fallback and told.reason == "Tesla T4 is sm_75; our kernels need sm_80"
+    for explain in (k3cupy.explain_fused_a_gemm, k3cupy.explain_skinny_gemm):
+        with pytest.raises(k3cupy.ToolchainError, match=f"^{TOO_OLD}"):
+            explain(x, weight, gpu=T4)
+    assert list(wanted_of("low_latency_linear", {})(T4)) == []
+    for op in OPERATIONS.keys() - {"low_latency_linear"}:
+        with pytest.raises(k3cupy.ToolchainError, match=f"^{TOO_OLD}"):
+            k3cupy.compile(op, gpu=T4, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("facts", "error", "told"),
+    [
+        ({"num_sms": 0}, ValueError, "num_sms: expected an integer of at least 1, got 0"),
+        ({"num_sms": 1.5}, TypeError, "num_sms: expected an integer of at least 1, got 1.5"),
+        ({"index": -1}, ValueError, "index: expected an integer of at least 0, got -1"),
+        ({"shared_memory_optin": None}, TypeError, "shared_memory_optin: expected an integer of"),
+        ({"compute_capability": "9.0"}, TypeError, "compute_capability: .*, got '9.0'"),
+        ({"compute_capability": [9, 0]}, TypeError, r"compute_capability: .*, got \[9, 0\]"),
+        ({"compute_capability": (9, "0")}, TypeError, r"compute_capability: .*, got \(9, '0'\)"),
+        ({"compute_capability": (9,)}, TypeError, r"compute_capability: .*, got \(9,\)"),
+    ],
+    ids=str,
+)
+def test_facts_that_no_gpu_has(facts: dict[str, Any], error: type[Exception], told: str) -> None:
+    with pytest.raises(error, match=f"^{told}"):
+        replace(H200, **facts)
 
 
 def test_a_gpu_that_nobody_knows_is_refused() -> None:

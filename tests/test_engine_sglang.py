@@ -93,11 +93,14 @@ def test_a_target_that_does_not_exist(engine: Engine, monkeypatch: pytest.Monkey
     engine()
     monkeypatch.setenv("K3CUPY_SGLANG", "kimi_k3")
     expected = f"K3CUPY_SGLANG: expected names of targets: {', '.join(TARGETS)}, got 'kimi_k3'"
+    expected += ". 1 stands for all of them, 0 for none"
     with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
         sglang.register()
     for wrong in ("all", ["dsv3_fused_a_gemm", "all"], [None]):
         with pytest.raises(ValueError, match=r"^targets: expected names of .*, got ('all'|None)$"):
             sglang.install(wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^targets: expected names of .*, got 5$"):
+        sglang.install(5)  # type: ignore[arg-type]
     assert sglang.report().installed == 0
 
 

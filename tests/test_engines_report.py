@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import json
+import re
 import sys
 import types
 from pathlib import Path
@@ -15,7 +16,7 @@ from rich.console import Console
 
 from k3cupy.engines.imports import ImportWatch
 from k3cupy.engines.overrides import NotOverridableError, Replacement, parameters_of
-from k3cupy.engines.report import EngineReport, Target, TargetRow
+from k3cupy.engines.report import OF_VARIABLE, EngineReport, Target, TargetRow, named_targets
 
 
 def some_report() -> EngineReport:
@@ -52,7 +53,7 @@ def test_it_is_a_sequence_of_rows() -> None:
     assert (len(report), report.installed, report.served, report.handed_back) == (2, 1, 12, 3)
     assert [row.name for row in report] == ["gone", "there"]
     assert report["there"] == TargetRow("there", True, "", 12, {"65 tokens": 2, "a bias": 1})
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError, match="name: expected a target of vLLM: gone, there, got 'other'"):
         report["other"]
 
 
@@ -85,6 +86,29 @@ def test_reasons_have_an_end() -> None:
     assert len(target.handed_back) == 51
     assert target.handed_back["reason 0"] == 1001
     assert sum(target.handed_back.values()) == 2000
+
+
+def test_targets_are_named_by_one_or_several_and_by_patterns() -> None:
+    names = ("first", "second", "third")
+    for asked, found in (
+        (None, names),
+        ("second", ("second",)),
+        (["third", "*r*"], ("third", "first")),
+        (iter(()), ()),
+    ):
+        assert named_targets("targets", asked, names) == found
+
+
+@pytest.mark.parametrize(
+    ("asked", "error"), [(5, TypeError), ("2", ValueError), ([None], ValueError), ("", ValueError)]
+)
+def test_what_names_no_target_is_told_those_that_there_are(
+    asked: Any, error: type[Exception]
+) -> None:
+    told = f"got {asked[0] if isinstance(asked, list) else asked!r}. {OF_VARIABLE}"
+    expected = re.escape(f"ENGINE: expected names of targets: first, second, {told}")
+    with pytest.raises(error, match=f"^{expected}$"):
+        named_targets("ENGINE", asked, ["first", "second"], OF_VARIABLE)
 
 
 # --- Functions -----------------------------------------------------------------------------------

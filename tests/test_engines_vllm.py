@@ -261,8 +261,13 @@ def test_a_name_that_is_no_target(vllm: Any, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("K3CUPY_VLLM", "dsv3_fused_a_gemm,decode")
     with pytest.raises(ValueError, match=r"K3CUPY_VLLM: expected names.*_run_plan.*got 'decode'"):
         vllm.register()
+    monkeypatch.setenv("K3CUPY_VLLM", "2")
+    with pytest.raises(ValueError, match=r"got '2'\. 1 stands for all of them, 0 for none$"):
+        vllm.register()
     with pytest.raises(ValueError, match=r"targets: expected names.*got 3"):
         vllm.install([3])
+    with pytest.raises(TypeError, match=r"^targets: expected names of targets: .*, got 5$"):
+        vllm.install(5)
     with pytest.raises(TypeError, match="kv_inputs_ready: expected"):
         vllm.install(kv_inputs_ready=1)
     assert not any(row.installed for row in vllm.report())

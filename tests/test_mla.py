@@ -11,6 +11,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from fake_device import T4, TOO_OLD
 from helpers import BF16, E4M3, FP16, check_guards, run_child, run_program
 from memory_helpers import before_a_forbidden_page
 from mla_helpers import (
@@ -260,6 +261,7 @@ def test_positional_arguments_are_vllms(kind: str) -> None:
         call.operation(*given, None)
     if kind != "decode":
         assert k3cupy.explain_mla_prefill(NAMES[kind], *given) == call.explain()
+        assert k3cupy.explain_mla_prefill(getattr(k3cupy, NAMES[kind]), *given) == call.explain()
 
 
 @pytest.mark.parametrize("kind", ["decode", *KINDS])
@@ -270,6 +272,9 @@ def test_explanations_for_a_gpu_that_is_not_here(kind: str) -> None:
     assert told.origin == "shipped" and "measured on NVIDIA H200" in told.reason
     elsewhere = FORMS[kind].make(2, 1).explain(gpu="sm_80")
     assert "NVIDIA A100" in elsewhere.reason and not elsewhere.pdl
+    with pytest.raises(k3cupy.ToolchainError, match=f"^{TOO_OLD}"):
+        FORMS[kind].make(2, 1).explain(gpu=T4)
+    assert FORMS[kind].make(0, 1).explain(gpu=T4).reason == "no tokens: nothing is launched"
 
 
 def test_every_operation_is_tested() -> None:

@@ -41,6 +41,15 @@ def test_warmup_arguments(arguments: dict[str, Any], name: str, found: str, gpu:
     assert gpu.compiled == []
 
 
+def test_an_option_of_another_operation_is_said_to_be_none_of_this() -> None:
+    """And which there are."""
+    expected = "dtype, kv_cache, query_fp8, rope, kv_inputs_ready, vector, config"
+    told = f"heads: expected one of {expected} with op='mla_decode', got 12"
+    hint = "Leave it out: mla_decode has no option heads"
+    with pytest.raises(TypeError, match=rf"^{told}\. {hint}$"):
+        k3cupy.warmup("mla_decode", heads=12, tokens=[1, 2])
+
+
 def test_warmup_compiles_what_a_call_may_choose(gpu: FakeGpu) -> None:
     """By default the query is fp8 where the cache is, as in serving."""
     count = k3cupy.warmup(kv_cache=["bf16", "fp8"], rope=[False, True], progress=False)

@@ -259,7 +259,7 @@ def test_a_decode_cache_of_656_bytes_asks_for_the_flag(device: str) -> None:
 
 
 def test_explain_names_an_unknown_operation() -> None:
-    for junk in ("fused_mla_concat", 3, None):
+    for junk in ("fused_mla_concat", 3, None, [], k3cupy.fused_q_kv_rmsnorm):
         with pytest.raises((TypeError, ValueError), match=r"op: expected .*, got "):
             k3cupy.explain_mla_prefill(junk)
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from array_helpers import numpy_of, wrapped
+from fake_device import T4, TOO_OLD
 from helpers import BF16, E4M3, FP16, every_other, exactly, moved, padded
 from mla_helpers import as_list, as_out, poisoned_outs, refused, run_and_check
 from mla_layer_helpers import LAYER_FORMS, NORM, LayerCall, LayerForm
@@ -247,6 +248,13 @@ def test_explain_says_what_runs_and_validates(device: str, form: LayerForm) -> N
         assert str(odd) == f"{told.kernel} on the CPU: the tensors are on the CPU"
     with pytest.raises(TypeError, match=f"{form.inputs[1]}: expected bfloat16 like {first}"):
         call.explain(**{form.inputs[1]: call.args[form.inputs[1]].to(FP16)})
+
+
+@each_form
+def test_explain_refuses_a_gpu_that_is_too_old(form: LayerForm) -> None:
+    """As the call there would."""
+    with pytest.raises(k3cupy.ToolchainError, match=f"^{TOO_OLD}"):
+        base(form, "cpu").explain(gpu=T4)
 
 
 @each_form

@@ -22,6 +22,8 @@ from fake_device import (
     RTX_4090,
     RTX_5090,
     STREAM,
+    T4,
+    TOO_OLD,
     CudaTensor,
     FakeDevice,
     Launch,
@@ -39,7 +41,7 @@ from k3cupy.choose import cache
 from k3cupy.choose.table import Table, measured, parts_of, table_text
 from k3cupy.kernels import mla_query
 from k3cupy.ops import mla_separate
-from k3cupy.runtime import tensors
+from k3cupy.runtime import devices, tensors
 from k3cupy.runtime.devices import DeviceInfo
 
 PARTS = ("q_kv_rms_norms", "fused_a_gemm", "head_product", "mla_decode_epilogue")
@@ -219,6 +221,18 @@ def test_a_table_that_names_what_does_not_fit(
     assert found.kernel == "separate"
     assert re.match(r"16 warps, .* takes \d+ bytes of shared memory a block, ", found.reason)
     assert explained(call_of(4)).config == large
+
+
+def test_a_gpu_that_is_too_old(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs no separate kernels either; the call says what its explanation says."""
+    given = call_of(4)
+    with pytest.raises(k3cupy.ToolchainError, match=f"^{TOO_OLD}"):
+        explained({**given, "gpu": T4})
+    monkeypatch.setattr(devices, "info", lambda _: T4)
+    for ask in (run, explained):
+        with pytest.raises(k3cupy.ToolchainError, match=f"^{TOO_OLD}"):
+            ask(given)
+    assert device.records == []
 
 
 # Separate kernels

@@ -528,8 +528,8 @@ FLAGS = {"K3CUPY_CHECK": env.check_enabled, "K3CUPY_BATCH_INVARIANT": env.batch_
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        *((value, False) for value in (None, "", "0", "false", "False", "OFF", "no")),
-        *((value, True) for value in ("1", "true", "TRUE", "On", "yes")),
+        *((value, False) for value in (None, "", "0", "false", "False", "OFF", "no", " ", "0 ")),
+        *((value, True) for value in ("1", "true", "TRUE", "On", "yes", " 1", "on\n")),
     ],
 )
 def test_a_flag(
@@ -542,7 +542,7 @@ def test_a_flag(
 
 
 @pytest.mark.parametrize("name", FLAGS)
-@pytest.mark.parametrize("value", ["2", "maybe", " 1", "-1", "ja"])
+@pytest.mark.parametrize("value", ["2", "maybe", "1 1", "-1", "ja"])
 def test_a_flag_that_is_neither_on_nor_off(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

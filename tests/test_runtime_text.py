@@ -19,6 +19,8 @@ from gemm_table_helpers import measured
 
 import k3cupy
 from k3cupy import Choice, DispatchReport, LinearReport
+from k3cupy.compiling import CompileReport
+from k3cupy.engines.report import EngineReport
 from k3cupy.ops.dispatch_report import ReportRow
 from k3cupy.runtime import config, text
 from k3cupy.runtime.errors import shown
@@ -208,6 +210,21 @@ def test_rich_prints_the_same_report_with_its_own_boxes(monkeypatch: pytest.Monk
         console.print(linear("proj"))
     assert "[/here] :warning:" in shown.get()
     assert not shown.get().isascii()
+
+
+@pytest.mark.parametrize("folder", ["run[/old]", "v1[bold]x", ":smile:x"])
+def test_a_folders_name_is_no_markup_above_and_below_a_table(folder: str) -> None:
+    """Nor in a notebook, which shows what stands there as it is."""
+    for report in (
+        REPORTS["tune"][0](folder),
+        CompileReport(H200, Path(folder), is_edited=True, kernels=[]),
+        EngineReport(folder, []),
+    ):
+        console = rich.console.Console(file=io.StringIO(), width=200, force_jupyter=False)
+        with console.capture() as shown:
+            console.print(report)
+        assert folder in shown.get()
+        assert folder in str(report) and folder in report._repr_html_()
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp437", "utf-8"])

@@ -127,6 +127,8 @@ def test_the_shapes_of_a_module(name: str) -> None:
         ("no_such_package:x", ValueError, "module: expected .*, got 'no_such_package:x'"),
         ("test_tune:no_such", ValueError, "module: expected .*, got 'test_tune:no_such'"),
         ("test_tune:no_module", TypeError, r"module: expected a torch.nn.Module, got int"),
+        ("torch.nn:Linear", TypeError, "expected .* without arguments, got 'torch.nn:Linear': m"),
+        ("builtins:type", TypeError, "expected .* without arguments, got 'builtins:type': "),
         (torch.nn.ReLU(), ValueError, "at least one bfloat16 nn.Linear without bias, got none in"),
     ],
 )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from fake_device import H200, FakeDevice
+from fake_device import A100, H200, FakeDevice
 from tune_helpers import GPU, FakeMeter, job, made_up_us, run, use_fake_gpu, write_export
 
 import k3cupy
@@ -376,6 +376,27 @@ def test_a_dry_run_of_the_command() -> None:
     done = CliRunner().invoke(main, arguments.split())
     count = len(KERNELS["mla_value"].CANDIDATES)
     assert done.output.splitlines()[1:] == [f"  absorb: M = 4; {count} candidates"]
+
+
+def test_where_separate_kernels_run_in_any_case_the_query_front_is_not_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = "12 heads: NVIDIA A100-SXM4-80GB has no clusters of blocks"
+    arguments = "tune --dry-run --op mla_query --gpu a100"
+    done = CliRunner().invoke(main, arguments.split())
+    assert done.output.splitlines() == [
+        "NVIDIA A100-SXM4-80GB: 0 to measure, 0 are known",
+        f"  not measured: {told}",
+    ]
+    use_fake_gpu(monkeypatch, A100)
+    meter = FakeMeter(gpu=A100)
+    report = run(meter, op="mla_query")
+    assert (report.entries, report.refused) == ((), (told,)) and told in str(report)
+    assert not meter.compiled and not meter.timed
+    (here,) = mla_targets("mla_query", None, [8], 12)
+    assert here.candidates({}, A100) == ()
+    every = KERNELS["mla_query"].CANDIDATES
+    assert here.candidates({}, H200) == tuple(Candidate("mla_query", c) for c in every)
 
 
 # How a GPU measures them

@@ -139,6 +139,7 @@ class Operation:
 
         Raises:
             ValueError: the caller's configuration cannot compute it on this GPU.
+            ToolchainError: the GPU is too old for every kernel.
         """
         first, name = problem.first, self.kernel.KERNEL
         if gpu is None and not first.is_cuda:
@@ -147,6 +148,7 @@ class Operation:
         pdl = gpu.has_pdl and given["pdl"] is not False
         if problem.num_tokens == 0:
             return Choice(name, None, "no tokens: nothing is launched", pdl=pdl)
+        devices.check_supported(gpu)
         return self.complete(problem, self.choose(problem, gpu, given), pdl)
 
     def complete(self, problem: Problem, choice: Choice, pdl: bool) -> Choice:

@@ -20,6 +20,7 @@ from k3cupy.cli.options import (
 )
 from k3cupy.projections import MODELS, Shapes
 from k3cupy.projections import shapes as known_shapes
+from k3cupy.runtime import devices
 from k3cupy.runtime.errors import reject, shown
 from k3cupy.runtime.text import table_of
 
@@ -98,9 +99,9 @@ def _explain_linear(
         found = [{"n": r.n, "k": r.k, "tokens": r.num_tokens, **_told(r.choice)} for r in rows]
         show_json({"gpu": there.name, "arch": there.arch, "choices": found})
         return
-    table = layer_table(rows, names, apart=len(rows) <= _FEW)
+    title = f"Linear layers on {there.name} ({there.arch})"
+    table = layer_table(rows, names, apart=len(rows) <= _FEW, title=title)
     table.columns[-2].header = "what would run"
-    table.title = f"Linear layers on {there.name} ({there.arch})"
     show_table(table)
 
 
@@ -121,6 +122,7 @@ def _explain_mla(
         if kind not in KINDS[op]:
             reject("kind", " or ".join(KINDS[op]), shown(kind))
     there = gpu_of(gpu)
+    devices.check_supported(there)
 
     def choices() -> Iterator[tuple[str, int, Any]]:
         variant: Any = KERNELS[op].Variant

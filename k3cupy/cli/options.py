@@ -52,10 +52,10 @@ def named_shapes(shapes: Shapes, preset: str | None) -> Shapes:
 def _shapes(
     context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
 ) -> tuple[tuple[int, int], ...]:
-    found = [re.fullmatch(r"(\d{1,18})x(\d{1,18})", text) for text in texts]
+    found = [re.fullmatch(r"0*([1-9]\d{0,17})x0*([1-9]\d{0,17})", text) for text in texts]
     for text, match in zip(texts, found, strict=True):
         if match is None:
-            message = f"{shown(text)} is no shape; write N x K as 2112x7168"
+            message = f"{shown(text)} is no shape; write N x K as 2112x7168, both above 0"
             raise click.BadParameter(message, context, parameter)
     return tuple((int(match[1]), int(match[2])) for match in found if match)
 
@@ -85,8 +85,8 @@ gpu_option = click.option(
 )
 
 
-def gpu_of(name: str | None) -> DeviceInfo:
-    """Return the GPU that ``--gpu`` names, or that of this machine.
+def gpu_of(name: str | None, device: int | None = None) -> DeviceInfo:
+    """Return the GPU that ``--gpu`` names, or one of this machine, by its ordinal or the current.
 
     Raises:
         ValueError: no such GPU is known.
@@ -95,7 +95,7 @@ def gpu_of(name: str | None) -> DeviceInfo:
     if name is not None:
         return devices.named(name)
     try:
-        return devices.info(devices.ordinal_of(None))
+        return devices.info(devices.ordinal_of(device))
     except ToolchainError as error:
         told = f"--gpu: expected the name of a GPU, as h200, for none is found here: {error}"
         raise ToolchainError(told) from error

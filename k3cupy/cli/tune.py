@@ -11,6 +11,7 @@ import click
 
 from k3cupy.cli.options import (
     OutFile,
+    gpu_of,
     gpu_option,
     json_option,
     preset_option,
@@ -112,11 +113,10 @@ def tune(
             return
         if dry_run:
             targets = tuning.targets_of(op, **options)
-            there = None if gpu is None else devices.named(gpu)
-            job = tuning.prepare(targets, again=again, device=device, gpu=there)
+            job = tuning.prepare(targets, again=again, gpu=gpu_of(gpu, device))
             if as_json:
                 todo = [{"problem": each.problem, "tokens": each.tokens} for each in job.todo]
-                show_json({"gpu": job.gpu.name, "known": len(targets) - len(todo), "todo": todo})
+                show_json({"gpu": job.gpu.name, "known": job.num_known, "todo": todo})
             else:
                 click.echo(job)
             return
@@ -133,5 +133,5 @@ def tune(
         show_json(report.to_dict())
         return
     click.echo(report)
-    if export is not None:
+    if export is not None and report.entries:
         click.echo(f"wrote {export}")

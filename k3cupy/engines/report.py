@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import fnmatch
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from k3cupy.runtime.errors import reject, shown
 from k3cupy.runtime.text import Shown, table_of
 
 if TYPE_CHECKING:
@@ -55,6 +57,39 @@ class Target:
         """Return what is known now, as a row that does not change."""
         handed_back = dict(self.handed_back)
         return TargetRow(self.name, self.installed, self.why_not, self.served, handed_back)
+
+
+OF_VARIABLE = "1 stands for all of them, 0 for none"
+"""What else the variable of an engine may be, for messages."""
+
+
+def named_targets(
+    argument: str, asked: Any, targets: Collection[str], hint: str = ""
+) -> tuple[str, ...]:
+    """Return the targets that a user asks for.
+
+    Args:
+        argument: where, for messages.
+        asked: a name, in which ``*`` stands for anything, or several; None for all.
+        targets: the names that there are.
+        hint: of messages.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: a name is none of the targets'.
+    """
+    if asked is None:
+        return tuple(targets)
+    known, found = f"names of targets: {', '.join(targets)}", dict[str, None]()
+    if not isinstance(asked, Iterable):
+        reject(argument, known, shown(asked), hint, TypeError)
+    for pattern in [asked] if isinstance(asked, str) else asked:
+        is_text = isinstance(pattern, str)
+        fitting = [name for name in targets if is_text and fnmatch.fnmatchcase(name, pattern)]
+        if not fitting:
+            reject(argument, known, shown(pattern), hint)
+        found |= dict.fromkeys(fitting)
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -117,12 +152,13 @@ class EngineReport(Shown):
         """The target of a name.
 
         Raises:
-            KeyError: the engine has none of that name.
+            KeyError: the engine has none of that name; the text says which it has.
         """
         for row in self._rows:
             if row.name == name:
                 return row
-        raise KeyError(name)
+        known = f"a target of {self.engine}: {', '.join(row.name for row in self._rows)}"
+        reject("name", known, shown(name), error=KeyError)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values, for a log or a file.

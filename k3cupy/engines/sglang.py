@@ -10,7 +10,6 @@ whose source differs from what we know is left alone.
 
 from __future__ import annotations
 
-import fnmatch
 import importlib.util
 import logging
 from collections.abc import Callable, Iterable
@@ -21,14 +20,14 @@ from typing import Any
 
 from k3cupy.engines import sglang_facts as facts
 from k3cupy.engines import sources
-from k3cupy.engines.report import EngineReport, Target, TargetRow
+from k3cupy.engines.report import OF_VARIABLE, EngineReport, Target, TargetRow, named_targets
 from k3cupy.kernels.fused_a_gemm import MAX_TOKENS
 from k3cupy.ops import warmup
 from k3cupy.ops.fused_a_gemm import fused_a_gemm
 from k3cupy.ops.linear import explain_low_latency_gemm, try_low_latency_gemm
 from k3cupy.ops.mla_decode import fused_mla_decode_q_concat_kv_cache_insert
 from k3cupy.runtime import env, streams
-from k3cupy.runtime.errors import CaptureError, CompileError, ToolchainError, reject, shown
+from k3cupy.runtime.errors import CaptureError, CompileError, ToolchainError
 from k3cupy.runtime.tensors import pytorch
 
 logger = logging.getLogger("sglang.k3cupy")
@@ -47,7 +46,7 @@ def register() -> None:
     """
     wanted = env.sglang_targets()
     if wanted is not None:
-        _register(_named(env.SGLANG, wanted or ("*",)))
+        _register(named_targets(env.SGLANG, wanted or None, _targets, OF_VARIABLE))
 
 
 def install(targets: str | Iterable[str] | None = None) -> EngineReport:
@@ -63,6 +62,7 @@ def install(targets: str | Iterable[str] | None = None) -> EngineReport:
         What is installed, and why the rest is not.
 
     Raises:
+        TypeError: ``targets`` is no name and no names.
         ValueError: a name is none of the targets'.
 
     Example:
@@ -71,8 +71,7 @@ def install(targets: str | Iterable[str] | None = None) -> EngineReport:
         >>> report["dsv3_fused_a_gemm"].installed, report["kimi_k3_tiny_gemm"].why_not
         (False, 'it was not asked for')
     """
-    names = ("*",) if targets is None else (targets,) if isinstance(targets, str) else targets
-    registry = _register(_named("targets", names))
+    registry = _register(named_targets("targets", targets, _targets))
     if registry is not None:
         registry.apply_hooks()
     return report()
@@ -102,17 +101,6 @@ def report() -> EngineReport:
 _targets = {name: Target(name, "it was not asked for") for name in facts.TARGETS}
 _hooked: dict[str, Any] = {}
 """By a target's name the registry that has our hook."""
-
-
-def _named(argument: str, patterns: Iterable[str]) -> tuple[str, ...]:
-    """Return the targets that names and patterns mean."""
-    found: dict[str, None] = {}
-    for pattern in patterns:
-        fitting = fnmatch.filter(_targets, pattern) if isinstance(pattern, str) else ()
-        if not fitting:
-            reject(argument, f"names of targets: {', '.join(_targets)}", shown(pattern))
-        found |= dict.fromkeys(fitting)
-    return tuple(found)
 
 
 def _register(names: Iterable[str]) -> Any:

@@ -8,7 +8,6 @@ differs; calls that we do not take go to vLLM's own code. ``report`` tells both.
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import logging
 import sys
@@ -22,9 +21,8 @@ from k3cupy.accept import checks
 from k3cupy.engines import vllm_facts as facts
 from k3cupy.engines.imports import ImportWatch
 from k3cupy.engines.overrides import NotOverridableError, Override, Replacement
-from k3cupy.engines.report import EngineReport, Target
+from k3cupy.engines.report import OF_VARIABLE, EngineReport, Target, named_targets
 from k3cupy.runtime import env
-from k3cupy.runtime.errors import reject, shown
 
 logger = logging.getLogger("vllm.k3cupy")
 """Below vLLM's own, so that its lines stand where vLLM's do."""
@@ -64,7 +62,7 @@ def register() -> None:
     wanted = env.vllm_targets()
     if wanted is None:
         return
-    names = _named(env.VLLM, wanted or ("*",))
+    names = named_targets(env.VLLM, wanted or None, _targets, OF_VARIABLE)
     _install(names, env.vllm_kv_ready())
 
 
@@ -86,7 +84,7 @@ def install(
         What is installed, and why the rest is not.
 
     Raises:
-        TypeError: ``kv_inputs_ready`` is no bool.
+        TypeError: ``targets`` is no name and no names, or ``kv_inputs_ready`` no bool.
         ValueError: a name is none of the targets'.
 
     Example:
@@ -97,8 +95,7 @@ def install(
         >>> vllm.uninstall()
     """
     checks.check_flags(locals(), "kv_inputs_ready")
-    names = ("*",) if targets is None else (targets,) if isinstance(targets, str) else targets
-    _install(_named("targets", names), kv_inputs_ready)
+    _install(named_targets("targets", targets, _targets), kv_inputs_ready)
     return report()
 
 
@@ -130,19 +127,6 @@ def report() -> EngineReport:
         False
     """
     return EngineReport("vLLM", [target.row() for target in _targets.values()])
-
-
-def _named(argument: str, patterns: Iterable[str]) -> tuple[str, ...]:
-    """Return the targets that names and patterns mean."""
-    found: dict[str, None] = {}
-    for pattern in patterns:
-        fitting = [
-            n for n in _targets if isinstance(pattern, str) and fnmatch.fnmatchcase(n, pattern)
-        ]
-        if not fitting:
-            reject(argument, f"names of targets: {', '.join(_targets)}", shown(pattern))
-        found |= dict.fromkeys(fitting)
-    return tuple(found)
 
 
 # --- What happens when a module of vLLM has been imported ----------------------------------------

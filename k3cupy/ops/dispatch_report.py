@@ -109,19 +109,21 @@ class DispatchReport(Shown):
     def __rich__(self) -> Table:
         """The table, for ``rich.print`` and notebooks."""
         ours = self.calls - sum(row.calls for row in self.fallbacks)
-        table = layer_table(self.rows, self.layers)
-        table.caption = f"{ours} of {self.calls} calls ran a kernel of k3cupy"
-        return table
+        caption = f"{ours} of {self.calls} calls ran a kernel of k3cupy"
+        return layer_table(self.rows, self.layers, caption=caption)
 
     def __str__(self) -> str:
         """The table as plain text."""
         return plain(self.__rich__()) if self.rows else "no call of low-latency linear yet"
 
 
-def layer_table(rows: Sequence[ReportRow], layers: Layers, *, apart: bool = False) -> Table:
+def layer_table(
+    rows: Sequence[ReportRow], layers: Layers, *, apart: bool = False, **around: str
+) -> Table:
     """Return rows as a table: those of one weight that one kernel computes share a line.
 
-    With ``apart`` each row has a line. A column that says nothing is left out.
+    With ``apart`` each row has a line. A column that says nothing is left out. ``around`` is the
+    title or caption.
     """
     groups: dict[tuple[Any, ...], list[ReportRow]] = {}
     for row in rows:
@@ -141,7 +143,8 @@ def layer_table(rows: Sequence[ReportRow], layers: Layers, *, apart: bool = Fals
     headers = ("layer", "N x K", "M", " calls", "what ran", "why")
     hidden = {0: not any(line[0] for line in lines), 3: not any(row.calls for row in rows)}
     kept = [i for i in range(len(headers)) if not hidden.get(i)]
-    return table_of([headers[i] for i in kept], [[line[i] for i in kept] for line in lines])
+    cells = [[line[i] for i in kept] for line in lines]
+    return table_of([headers[i] for i in kept], cells, **around)
 
 
 def _alike(choice: Choice) -> tuple[str, ...]:

@@ -280,13 +280,13 @@ def fused_mla_kv_concat_quant_fp8(
     return _run(kernel.KV_CONCAT_QUANT, (k_nope, k_pe, v), out, stream, pdl, config)
 
 
-def explain_mla_prefill(op: str, /, *args: Any, **kwargs: Any) -> Choice:
+def explain_mla_prefill(op: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Choice:
     """Say what one of the five operations would run, and why; launch nothing.
 
     Takes the arguments of that operation, validates them as it does, and raises the same errors.
 
     Args:
-        op: its name.
+        op: its name, or the function.
         args: its positional arguments.
         kwargs: its keyword arguments; and ``gpu``, to ask for a GPU that need not be here,
             whatever device the tensors are on: ``"h200"``, its driver's name, or an architecture.
@@ -297,10 +297,10 @@ def explain_mla_prefill(op: str, /, *args: Any, **kwargs: Any) -> Choice:
         >>> print(k3cupy.explain_mla_prefill("fused_mla_kv_concat", kv[..., :128], kv[:, 0, :64]))
         mla_prefill on the CPU: the tensors are on the CPU
     """
-    if op not in SIGNATURES:
-        reject("op", " or ".join(map(repr, SIGNATURES)), shown(op))
-
-    return _OPERATIONS[op].explain(args, kwargs)
+    for name, operation in _OPERATIONS.items():
+        if op is operation.function or (isinstance(op, str) and op == name):
+            return operation.explain(args, kwargs)
+    reject("op", " or ".join(map(repr, SIGNATURES)), shown(op), "Or give the function")
 
 
 def _check(given: Given) -> None:

@@ -80,12 +80,14 @@ def prepare(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Prepa
     """
     prepared: Callable[..., Any]
     named = function if callable(function) else None  # what can be no operation may have no hash
+    hint = "Give the function itself, as k3cupy.fused_a_gemm"
     if named in (linear.low_latency_linear, linear.try_low_latency_gemm):
         prepared = linear.prepared
     elif named in operations and named is not dsv3_fused_a_gemm:
         prepared = operations[named].prepared
     else:
-        hint = "For dsv3_fused_a_gemm take fused_a_gemm, which computes the same"
+        if named is dsv3_fused_a_gemm:
+            hint = "Of its two names take fused_a_gemm, which computes the same"
         reject("function", "an operation of k3cupy", repr(function), hint, TypeError)
     run, tensors, choice = prepared(function, args, kwargs)
     vars(run).update(tensors=tensors, choice=choice)

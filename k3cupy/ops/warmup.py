@@ -133,10 +133,12 @@ def wanted_of(op: str, options: dict[str, Any]) -> Wanted:
     known = inspect.signature(OPERATIONS[op]).parameters
     for name, value in options.items():
         if name not in known:
-            reject(name, f"one of {', '.join(known)} with op={op!r}", shown(value), error=TypeError)
+            expected = f"one of {', '.join(known)} with op={op!r}"
+            hint = f"Leave it out: {op} has no option {name}"
+            reject(name, expected, shown(value), hint, TypeError)
         if str(known[name].annotation).startswith("Flags"):
             _check_flags(name, value, known[name].default)
-    return OPERATIONS[op](**options)
+    return functools.partial(instances.supported, OPERATIONS[op](**options))
 
 
 def _check_flags(name: str, value: Any, default: Any) -> None:
@@ -445,10 +447,8 @@ def _named(option: str, value: Names, known: Iterable[str]) -> Sequence[str]:
 
 
 def _is_float32(out_dtype: Any) -> bool:
-    """Return whether outputs are float32, and not of x's type."""
-    if out_dtype is not None:
-        out_dtype_of(out_dtype)  # refuses all but float32
-    return out_dtype is not None
+    """Return whether outputs are float32, and not of x's type; refuse all others."""
+    return out_dtype is not None and out_dtype_of(out_dtype) == "float32"
 
 
 def shapes_of(shapes: Shapes, k_multiple: int) -> tuple[tuple[int, int], ...]:

@@ -127,7 +127,8 @@ def _how_kernels_come(archs: set[str]) -> str:
 
 
 def _problems() -> Iterator[str]:
-    """Yield what is installed and does not fit together."""
+    """Yield what is set and means nothing, and what is installed and does not fit together."""
+    yield from env.problems()
     cupys = [name for name in _CUPYS if _installed(name)]
     if len(cupys) > 1:
         yield (

@@ -29,6 +29,9 @@ class DeviceInfo:
         compute_capability: (major, minor).
         num_sms: streaming multiprocessors.
         shared_memory_optin: bytes of shared memory that one block may have at most.
+
+    Raises:
+        TypeError, ValueError: a fact that no GPU has; the text names it.
     """
 
     index: int
@@ -36,6 +39,18 @@ class DeviceInfo:
     compute_capability: tuple[int, int]
     num_sms: int
     shared_memory_optin: int
+
+    def __post_init__(self) -> None:
+        """Refuse what no GPU has: it would fail wherever a choice computes with it."""
+        pair = self.compute_capability
+        if not (isinstance(pair, tuple) and len(pair) == 2 and all(map(is_integer, pair))):
+            expected = "a tuple (major, minor) of integers, as (9, 0)"
+            reject("compute_capability", expected, shown(pair), error=TypeError)
+        for name, least in (("index", 0), ("num_sms", 1), ("shared_memory_optin", 0)):
+            value = getattr(self, name)
+            if not is_integer(value) or value < least:
+                kind = ValueError if is_integer(value) else TypeError
+                reject(name, f"an integer of at least {least}", shown(value), error=kind)
 
     @property
     def arch(self) -> str:
@@ -116,6 +131,19 @@ def named(name: str | DeviceInfo) -> DeviceInfo:
     hint = "Of another GPU describe what it has by a k3cupy.runtime.devices.DeviceInfo"
     kind = ValueError if isinstance(name, str) else TypeError
     reject("gpu", known, shown(name), hint, kind)
+
+
+def check_supported(gpu: DeviceInfo) -> None:
+    """Refuse a GPU on which no kernel runs, before anything is chosen or compiled for it.
+
+    Raises:
+        ToolchainError: it is older than ``OLDEST``.
+    """
+    if gpu.compute_capability < OLDEST:
+        raise ToolchainError(
+            f"GPU {gpu.index}: expected {OLDEST_ARCH} or newer, got {gpu.name}, which is "
+            f"{gpu.arch}. Use a newer GPU, or tensors on the CPU"
+        )
 
 
 def count() -> int:

@@ -12,14 +12,15 @@
 | K3CUPY_VLLM_KV_READY   | on: the promise ``kv_inputs_ready`` for vLLM's decode      | at start  |
 | K3CUPY_SGLANG          | on, or the targets of SGLang that we stand in for          | at start  |
 
-``1``, ``true``, ``on`` and ``yes`` are on; ``0``, ``false``, ``off``, ``no`` and an empty text off.
+``1``, ``true``, ``on`` and ``yes`` are on; ``0``, ``false``, ``off``, ``no`` and an empty text off,
+in any case and with blanks around them.
 Compiled binaries are kept in CuPy's cache folder, which CUPY_CACHE_DIR names.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from k3cupy.runtime.errors import reject, shown
@@ -32,7 +33,10 @@ CHECK = os.environ.encodekey("K3CUPY_CHECK")
 BATCH_INVARIANT = os.environ.encodekey("K3CUPY_BATCH_INVARIANT")
 BUNDLE, NO_COMPILE = "K3CUPY_BUNDLE", "K3CUPY_NO_COMPILE"
 VLLM, SGLANG = "K3CUPY_VLLM", "K3CUPY_SGLANG"
+_KV_READY = "K3CUPY_VLLM_KV_READY"
 
+_FLAGS = ("K3CUPY_CHECK", "K3CUPY_BATCH_INVARIANT", NO_COMPILE, _KV_READY)
+_OTHERS = ("K3CUPY_SOURCE_DIR", "K3CUPY_CACHE_DIR", BUNDLE, VLLM, SGLANG)
 _OURS = f"{__name__.partition('.')[0].upper()}_"
 _OFF, _ON = ("0", "false", "off", "no"), ("1", "true", "on", "yes")
 
@@ -80,6 +84,18 @@ def settings() -> dict[str, str]:
     return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_OURS)}
 
 
+def problems() -> Iterator[str]:
+    """Yield what is wrong with these: a flag that is neither on nor off, a name of no variable."""
+    for name in settings():
+        if name not in (*_FLAGS, *_OTHERS):
+            yield f"{name} is no variable of k3cupy, which reads {', '.join((*_FLAGS, *_OTHERS))}"
+        elif name in _FLAGS:
+            try:
+                _flag(name)
+            except ValueError as error:
+                yield str(error)
+
+
 def cache_dir() -> str | None:
     """Return the directory named by K3CUPY_CACHE_DIR, or None."""
     return _folder("K3CUPY_CACHE_DIR")
@@ -96,7 +112,7 @@ def vllm_kv_ready() -> bool:
     Raises:
         ValueError: it is neither on nor off.
     """
-    return _flag("K3CUPY_VLLM_KV_READY")
+    return _flag(_KV_READY)
 
 
 def sglang_targets() -> tuple[str, ...] | None:
@@ -118,7 +134,7 @@ def _folder(name: str) -> str | None:
 
 def _flag(name: str) -> bool:
     value = os.environ.get(name, "")
-    text = value.lower()
+    text = value.strip().lower()
     if text not in _ON and text and text not in _OFF:
         reject(name, f"{', '.join(_OFF)} or {', '.join(_ON)}", shown(value))
     return text in _ON

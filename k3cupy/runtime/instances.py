@@ -11,7 +11,7 @@ import contextvars
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -63,6 +63,19 @@ def instantiation(name: str, *arguments: Any) -> str:
     """Return the C++ name of an instance of a template; of flags, numbers and names."""
     told = [str(a).lower() if isinstance(a, bool) else str(a) for a in arguments]
     return f"k3cupy::{name}<{', '.join(told)}>"
+
+
+def supported(
+    wanted: Callable[[devices.DeviceInfo], Iterable[Instance]], gpu: devices.DeviceInfo
+) -> Iterator[Instance]:
+    """Yield what is wanted on a GPU; where that is nothing, its age does not matter.
+
+    Raises:
+        ToolchainError: it is too old for every kernel.
+    """
+    for instance in wanted(gpu):
+        devices.check_supported(gpu)
+        yield instance
 
 
 @dataclass(frozen=True)
@@ -246,11 +259,7 @@ def _ready(instance: Instance, source: sources.Source, device: int) -> LoadedKer
     try:
         with devices.current(device):
             info = devices.info(device)
-            if info.compute_capability < devices.OLDEST:
-                raise ToolchainError(
-                    f"GPU {device}: expected {devices.OLDEST_ARCH} or newer, got {info.name}, "
-                    f"which is {info.arch}. Use a newer GPU, or tensors on the CPU"
-                )
+            devices.check_supported(info)
             found = bundles.find(instance, source.digest, info)
             if found is not None:
                 module, function = _of_binary(cupy, found.content)

@@ -52,7 +52,9 @@ class Shown:
         return html(self.__rich__())
 
 
-def table_of(headers: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> Table:
+def table_of(
+    headers: Sequence[str], rows: Iterable[Sequence[str]], title: str = "", caption: str = ""
+) -> Table:
     """Return a table of texts as they are: in a string rich would look for markup.
 
     Args:
@@ -60,11 +62,17 @@ def table_of(headers: Sequence[str], rows: Iterable[Sequence[str]], title: str =
             are broken in the last two columns alone, not in names.
         rows: the cells.
         title: what stands above.
+        caption: what stands below.
     """
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title or None, title_justify="left", caption_justify="left")
+    table = Table(
+        title=Text(printable(title), "table.title"),
+        caption=Text(printable(caption), "table.caption"),
+        title_justify="left",
+        caption_justify="left",
+    )
     lines = [[printable(cell) for cell in row] for row in rows]
     for place, header in enumerate(headers):
         texts = [header.strip(), *(line[place] for line in lines)]

@@ -43,7 +43,8 @@ class TuneReport(Shown):
         family: of kernels, as files of tables are named.
         entries: one a problem and size, measured now or before.
         num_measured: how many of them were measured now; the others were there already.
-        refused: a line for each candidate that failed its check and was not recorded.
+        refused: a line for each candidate that failed its check and was not recorded, and for each
+            problem that the GPU leaves nothing to measure of.
         path: the file that keeps the measurements; None where none could be written.
     """
 
@@ -76,9 +77,7 @@ class TuneReport(Shown):
 
     def __rich__(self) -> Table:
         """The choices, and the rest below, for ``rich.print`` and notebooks."""
-        table = self._table()
-        table.caption = ". ".join(filter(None, [str(table.caption or ""), *self._remarks()]))
-        return table
+        return self._table(*self._remarks())
 
     def _remarks(self) -> list[str]:
         before, mean = len(self.entries) - self.num_measured, mean_speed_up(self.entries)
@@ -89,7 +88,7 @@ class TuneReport(Shown):
             f"kept in {self.path}" if self.path else "kept nowhere: see the warning",
         ]
 
-    def _table(self) -> Table:
+    def _table(self, *remarks: str) -> Table:
         title, caption, unit = "microseconds and configuration", "", " {} rows"
         if self.family == GEMM:
             title, unit = "speed-up over the framework's linear", " M={}"
@@ -101,10 +100,10 @@ class TuneReport(Shown):
             for name in dict.fromkeys(entry.problem for entry in self.entries)
         ]
         headers = ("problem", *map(unit.format, sizes))
-        table = table_of(headers, rows, f"{self.gpu}: {title}")
+        below = ". ".join(filter(None, [caption, *remarks]))
+        table = table_of(headers, rows, f"{self.gpu}: {title}", below)
         for place, column in enumerate(table.columns):
             column.no_wrap = place == 0
-        table.caption = caption
         return table
 
 

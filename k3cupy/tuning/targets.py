@@ -72,6 +72,10 @@ class _Target:
         """What names it, as ``Entry.key``."""
         return self.problem, self.size
 
+    def why_not(self, _gpu: DeviceInfo) -> str | None:
+        """Return in words why a GPU leaves nothing to measure, or None."""
+        return None
+
     def __str__(self) -> str:
         """For people: ``bfloat16 2112x7168, M = 4``."""
         return f"{self.problem}, M = {self.tokens}"
@@ -195,8 +199,14 @@ class MlaTarget(_Target):
         """The rows by which tables list it."""
         return mla.size_of(self.family, self.tokens, self.heads)
 
+    def why_not(self, gpu: DeviceInfo) -> str | None:
+        """Return in words why separate kernels run on a GPU in any case, or None."""
+        return mla_query.why_not(self.tokens, None, gpu) if self.family == MLA_QUERY else None
+
     def candidates(self, known: Known, gpu: DeviceInfo) -> tuple[Candidate, ...]:
-        """Return every configuration."""
+        """Return every configuration, of what runs on a GPU."""
+        if self.why_not(gpu) is not None:
+            return ()
         return tuple(Candidate(self.family, c) for c in KERNELS[self.family].CANDIDATES)
 
     def instance(self, candidate: Candidate) -> Instance:

@@ -114,7 +114,8 @@ def targets_of(
         return mla_targets(family, given.get("kinds"), tokens, heads)
     if len(given) != 1:
         told = " and ".join(given) or "none of them"
-        reject("shapes", "one of shapes, preset and module", told)
+        hint = "The command's options are --shape, --preset and --from-module"
+        reject("shapes", "one of shapes, preset and module", told, hint)
     ((name, value),) = given.items()
     made = {"preset": projections.preset_shapes, "module": projections.module_shapes}
     return gemm_targets(made[name](value) if name in made else value, tokens, residual=residual)
@@ -128,7 +129,7 @@ class Job:
         gpu: the GPU.
         targets: all that was asked for, in order, of one family.
         known: what is kept from before, of the same kernels.
-        todo: those of the targets that are to be measured.
+        todo: those of the targets that are to be measured: not known, and run by the GPU.
     """
 
     gpu: DeviceInfo
@@ -141,17 +142,27 @@ class Job:
         """The family of kernels."""
         return self.targets[0].family
 
+    @property
+    def num_known(self) -> int:
+        """How many of the targets are known."""
+        return sum(target.key in self.known for target in self.targets)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """A line for each problem that the GPU leaves nothing to measure of, and why."""
+        why = {target.problem: target.why_not(self.gpu) for target in self.targets}
+        return tuple(f"{problem}: {reason}" for problem, reason in why.items() if reason)
+
     def __str__(self) -> str:
-        """A line a problem: what would be measured."""
-        done = len(self.targets) - len(self.todo)
-        lines = [f"{self.gpu.name}: {len(self.todo)} to measure, {done} are known"]
+        """A line a problem: what would be measured, and a line for each reason not to."""
+        lines = [f"{self.gpu.name}: {len(self.todo)} to measure, {self.num_known} are known"]
         for problem in dict.fromkeys(target.problem for target in self.todo):
             here = [target for target in self.todo if target.problem == problem]
             some = {c for t in here for c in t.candidates(self.known, self.gpu)}
             told = "the best of these" if here[0].follows else f"{len(some)} candidates"
             counts = ", ".join(str(target.tokens) for target in here)
             lines.append(f"  {problem}: M = {counts}; {told}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"  not measured: {line}" for line in self.left_out)])
 
 
 def prepare(
@@ -167,7 +178,7 @@ def prepare(
 
     Raises:
         ValueError: the kernels are not those of the package.
-        ToolchainError: there is no GPU.
+        ToolchainError: there is no GPU, or it is too old for them.
     """
     if sources.overridden() is not None:
         reject(
@@ -178,10 +189,12 @@ def prepare(
             "bench linear`",
         )
     gpu = gpu or devices.info(devices.ordinal_of(device))
+    devices.check_supported(gpu)
     asked = {target.key for target in targets}
     entries = cache.table(targets[0].family, gpu.name)
     known = {e.key: e for e in entries if not (again and e.key in asked)}
-    return Job(gpu, tuple(targets), known, tuple(t for t in targets if t.key not in known))
+    todo = tuple(t for t in targets if t.key not in known and t.why_not(gpu) is None)
+    return Job(gpu, tuple(targets), known, todo)
 
 
 def run(
@@ -195,7 +208,7 @@ def run(
     header = None if export is None else files.export_header(job.family, job.gpu)
     path: Path | None = cache.path_of(job.family, job.gpu.name)
     found, unsaved = dict(job.known), dict[tuple[str, int], Entry]()
-    refused: list[str] = []
+    refused = list(job.left_out)
     last_of = {target.problem: target for target in job.todo}
 
     def entries() -> tuple[Entry, ...]:
