@@ -150,11 +150,9 @@ def _table(kernels: Sequence[CompiledKernel], title: str) -> Table:
             numbers += ["" if kernel.us is None else _beside(kernel, "us"), kernel.timed]
         name = kernel.name_expression.replace("k3cupy::", "")
         rows.append((*numbers, f"{kernel.source}: {name}"))
-    table = table_of(headers, rows, title)
     # Of a warning the first line: what follows is the source, and differs by instance.
     told = [warning.partition("\n")[0] for kernel in kernels for warning in kernel.warnings]
-    table.caption = "\n".join(dict.fromkeys(told)) or None
-    return table
+    return table_of(headers, rows, title, "\n".join(dict.fromkeys(told)))
 
 
 def _beside(kernel: CompiledKernel, name: str) -> str:
