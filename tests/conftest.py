@@ -43,11 +43,12 @@ def pytest_configure() -> None:
     """Prepare the environment of the tests and of their child processes.
 
     PYTHONPATH becomes absolute, for children start in folders of their own. What the user of this
-    machine has measured or set does not count.
+    machine has measured or set does not count, nor the width that readline tells child processes.
     """
     nothing = Path(tempfile.gettempdir(), f"k3cupy-no-measurements-{os.getpid()}")
     os.environ["K3CUPY_CACHE_DIR"] = str(nothing)
-    os.environ.pop("K3CUPY_BATCH_INVARIANT", None)
+    for name in ("K3CUPY_BATCH_INVARIANT", "COLUMNS"):
+        os.environ.pop(name, None)
     entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join(str(Path(e).resolve()) for e in entries if e)
 

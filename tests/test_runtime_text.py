@@ -19,7 +19,7 @@ from gemm_table_helpers import measured
 
 import k3cupy
 from k3cupy import Choice, DispatchReport, LinearReport
-from k3cupy.compiling import CompileReport
+from k3cupy.compiling.report import CompileReport
 from k3cupy.engines.report import EngineReport
 from k3cupy.ops.dispatch_report import ReportRow
 from k3cupy.runtime import config, text

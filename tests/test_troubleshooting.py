@@ -65,6 +65,15 @@ def slip_of_the_pen(_: pytest.MonkeyPatch, folder: Path) -> None:
     k3cupy.compile(copy, "mla_decode", gpu="sm_90", rope=True, kv_cache="bf16", progress=False)
 
 
+def renamed_kernel(_: pytest.MonkeyPatch, folder: Path) -> str:
+    pytest.importorskip("cuda.core")
+    copy = copy_of_sources(folder)
+    edit(copy / "mla_norm.cu", "q_kv_rms_norms(", "q_kv_norms(")
+    with pytest.raises(k3cupy.CompileError) as caught:
+        k3cupy.compile(copy, "mla_norm", gpu="sm_90", progress=False)
+    return str(caught.value).splitlines()[-1]
+
+
 def edit_on_the_cpu(_: pytest.MonkeyPatch, folder: Path) -> str:
     with pytest.warns(UserWarning) as told, k3cupy.source_dir(copy_of_sources(folder)):
         decode()
@@ -103,6 +112,7 @@ MAKERS: dict[str, Callable[[pytest.MonkeyPatch, Path], str | None]] = {
     ),
     "source_dir: ": lambda _, folder: k3cupy.compile(folder / "none"),
     "...mla_decode.cu: ": slip_of_the_pen,
+    "A call asks for a kernel": renamed_kernel,
     "... is not loaded": in_a_capture,
     "x: expected a CUDA tensor": lambda *_: reason(4, 2112, 7168, gpu=None),
     "x: expected a row stride": lambda *_: reason(4, 2112, 7168, stride=5),
