@@ -18,9 +18,11 @@ from gemm_table_helpers import in_processes
 from helpers import refused, run_child
 from tune_helpers import GPU, H200, FakeMeter, job, run, use_fake_gpu, write_export
 
+import k3cupy
 from k3cupy.choose import cache
 from k3cupy.choose.table import GEMM, Entry, kernels_digest, parts_of
 from k3cupy.cli import main
+from k3cupy.runtime import devices
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.tuning import files
 from k3cupy.tuning import tune as tuning
@@ -388,6 +390,25 @@ def test_import_from_the_command_line(export: Path) -> None:
     code, output = command("--import", str(export))
     assert (code, output) == (0, "4 measurements of Test GPU were added\n")
     assert len(kept()) == 4
+
+
+def test_import_for_a_gpu_that_need_not_be_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a bundle for it is made; the file must be of that GPU all the same."""
+    file = tmp_path / "h200.json"
+    write_export(file, GEMM, run(FakeMeter(), tokens=[1, 8]).entries, H200)
+
+    def no_gpu(_: Any) -> Any:
+        raise k3cupy.ToolchainError("the driver gives no GPU")
+
+    monkeypatch.setattr(devices, "ordinal_of", no_gpu)
+    code, output = command("--import", str(file))
+    assert code == 1 and "--gpu: expected the name of a GPU, as h200, for none is" in output
+    code, output = command("--import", str(file), "--gpu", "h200")
+    assert (code, output) == (0, "4 measurements of NVIDIA H200 were added\n")
+    code, output = command("--import", str(file), "--gpu", "a100")
+    assert code == 1 and "import: expected measurements of NVIDIA A100" in output
 
 
 @pytest.mark.parametrize(

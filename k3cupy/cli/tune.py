@@ -19,7 +19,6 @@ from k3cupy.cli.options import (
     show_json,
 )
 from k3cupy.projections import preset_shapes
-from k3cupy.runtime import devices
 from k3cupy.runtime.errors import shown
 from k3cupy.tuning import files
 from k3cupy.tuning import tune as tuning
@@ -96,20 +95,21 @@ def tune(
     options: dict[str, Any] = {
         name: None if value == () else value for name, value in named.items()
     }
-    if gpu is not None and not dry_run:
-        raise click.UsageError("--gpu is of --dry-run: what is measured is this machine's GPU")
+    if gpu is not None and not dry_run and source is None:
+        told = "--gpu is of --dry-run and --import: what is measured is this machine's GPU"
+        raise click.UsageError(told)
     try:
         if part is not None:
             if options["preset"] is None:
                 raise click.UsageError("--part is of a --preset")
             options["shapes"] = preset_shapes(options.pop("preset"))[part]
         if source is not None:
-            here = devices.info(devices.ordinal_of(device))
-            count = len(files.import_file(source, here))
+            of = gpu_of(gpu, device)
+            count = len(files.import_file(source, of))
             if as_json:
-                show_json({"gpu": here.name, "added": count})
+                show_json({"gpu": of.name, "added": count})
             else:
-                click.echo(f"{count} measurements of {here.name} were added")
+                click.echo(f"{count} measurements of {of.name} were added")
             return
         if dry_run:
             targets = tuning.targets_of(op, **options)
