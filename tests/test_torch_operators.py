@@ -176,6 +176,7 @@ def test_opcheck_of_products(name: str, device: str) -> None:
     for given in ((), (residual,)):
         torch.library.opcheck(operator.default, (x, weight, *given))
         torch.library.opcheck(operator.out, (x, weight, *given), {"out": out})
+    torch.library.opcheck(operator.out, (x, weight, None, torch.cat((out, out), 1)[:, N:]))
     torch.library.opcheck(operator.default, (x, weight), {"out_dtype": torch.float32})
 
 
@@ -401,6 +402,40 @@ def test_an_output_that_is_given_comes_back_itself(name: str) -> None:
     got = compiled(mine.args, outs)
     assert all(a is b for a, b in zip(as_list(got), outs, strict=True))
     same(got, want, "outputs")
+
+
+@pytest.mark.parametrize("name", ["fused_a_gemm", "skinny_gemm"])
+@pytest.mark.parametrize("way", ["compiled", "exported", "exported strictly"])
+def test_an_output_may_be_columns_of_a_wider_tensor(name: str, way: str) -> None:
+    """It is written where it lies, in one graph; what is beside it stays."""
+    x, weight, residual, _ = product_arguments()
+
+    def step(**given: Any) -> Any:
+        wide = given["wide"]
+        out = getattr(k3cupy, name)(given["x"], given["weight"], residual, out=wide[:, N:])
+        return out, wide + 1
+
+    mine, theirs = ({"x": x, "weight": weight, "wide": normal((M, 2 * N), 5)} for _ in range(2))
+    want = step(**theirs)
+    if way == "compiled":
+        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+        got = compiled(**mine)
+        assert got[0].data_ptr() == mine["wide"][:, N:].data_ptr()
+    else:
+        example = {**mine, "wide": mine["wide"].clone()}
+        program = torch.export.export(Called(step), (example,), strict="strictly" in way)
+        assert ours_in(program.graph) == [f"{name}.out"]
+        got = program.module()(mine)
+    same(got, want, name)
+    same(mine["wide"], theirs["wide"], "the wider tensor")
+
+
+def test_an_overload_out_wants_its_output() -> None:
+    x, weight, *_ = product_arguments()
+    for given in (x, weight), (x.to("meta"), weight.to("meta")):
+        for name in ("fused_a_gemm", "skinny_gemm"):
+            with pytest.raises(TypeError, match="out: expected a tensor, got None"):
+                getattr(OURS, name).out(*given)
 
 
 def test_scales_that_are_numbers_change_from_call_to_call() -> None:

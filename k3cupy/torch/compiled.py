@@ -16,6 +16,10 @@ OUTPUTS = {
 }
 """What operators call outputs that are given, where there are several; one is ``out``."""
 
+OUT_BY_PLACE = ("fused_a_gemm", "skinny_gemm")
+"""Operators whose output may be a slice of a wider tensor, and so is given by its place: of an
+argument that is named ``out`` the compiler demands that it be contiguous."""
+
 _DSV3 = "dsv3_fused_a_gemm"
 
 
@@ -57,7 +61,10 @@ def operation(of: Any, values: tuple[Any, ...], options: tuple[Any, ...], stream
     given = [tensors.pop(key) for key in of.arguments.names[-len(outputs) :] if key in tensors]
     if not given:
         return operator(**tensors, **flags)
-    operator.out(**tensors, **flags, **dict(zip(outputs, given, strict=True)))
+    if name in OUT_BY_PLACE:
+        operator.out(*[tensors.get(key) for key in of.arguments.names[:-1]], *given, **flags)
+    else:
+        operator.out(**tensors, **flags, **dict(zip(outputs, given, strict=True)))
     return given[0] if len(outputs) == 1 else tuple(given)
 
 

@@ -12,7 +12,7 @@ has both, is in ``torch_library``, and comes with the others.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -25,7 +25,7 @@ from k3cupy.kernels import fused_a_gemm, mla_query, mla_value, skinny_gemm
 from k3cupy.runtime import tracing
 from k3cupy.runtime.errors import reject
 from k3cupy.runtime.tensors import ALIGNMENT, TensorView
-from k3cupy.torch.compiled import OUTPUTS
+from k3cupy.torch.compiled import OUT_BY_PLACE, OUTPUTS
 from k3cupy.torch.torch_library import LIBRARY, TAGS, refuse_forward_mode
 
 _GEMM = (
@@ -119,6 +119,7 @@ def _kernel(function: Callable[..., Any], schema: Any, outputs: Sequence[str]) -
         given = dict(zip(names, args, strict=False)) | named
         _merge_scales(given, scales)
         if outputs:
+            _check_given(given, outputs)
             out = tuple([given.pop(name) for name in outputs])
             given["out"] = out[0] if len(out) == 1 else out
         for name in scales:
@@ -144,6 +145,14 @@ def _merge_scales(given: dict[str, Any], scales: Sequence[str]) -> None:
             given[name] = number
 
 
+def _check_given(given: Mapping[str, Any], outputs: Sequence[str]) -> None:
+    """Refuse a call that leaves out an output, which some schemas allow."""
+    for name in outputs:
+        if given.get(name) is None:
+            hint = "The operator without the overload makes a new one"
+            reject(name, "a tensor", "None", hint, TypeError)
+
+
 def _fake(operation: Operation, schema: Any, outputs: Sequence[str]) -> Any:
     """Return what makes an operator's results in a trace, and refuses what the operation would."""
     names = [argument.name for argument in schema.arguments if not argument.kwarg_only]
@@ -154,6 +163,7 @@ def _fake(operation: Operation, schema: Any, outputs: Sequence[str]) -> Any:
     def fake(*args: Any, **named: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | named
         _merge_scales(given, scales)
+        _check_given(given, outputs)
         tensors = [given.get(called.get(name, name)) for name in arguments.names]
         options = {name: _hint(given.get(name, _default(name))) for name in operation.options}
         problem = operation.accept(tuple(map(_seen, tensors)), options)
@@ -285,7 +295,10 @@ def _register() -> None:
         given = ", ".join(
             f"Tensor({mark}!) {name}" for mark, name in zip("xyz", outputs, strict=False)
         )
-        _define(name, f"{arguments}, {given}", "()", outputs)
+        with_outputs = f"{arguments}, {given}"
+        if name in OUT_BY_PLACE:  # behind arguments with defaults only one with a default may be
+            with_outputs = arguments.replace(", *", ", Tensor(x!)? out=None, *")
+        _define(name, with_outputs, "()", outputs)
     _define(_DSV3, _DSV3_ARGUMENTS, "()")
 
 
