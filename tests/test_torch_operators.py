@@ -661,21 +661,72 @@ def test_a_gpu_that_is_not_there_is_traced_for() -> None:
             k3cupy.fused_a_gemm(x, torch.empty(N, K, dtype=BF16), residual)
 
 
-def test_a_number_of_tokens_that_only_the_data_tell() -> None:
-    """It has no value in the trace that could be looked at."""
+def rows_of_product(t: dict[str, Any], tokens: Any) -> Any:
+    return k3cupy.fused_a_gemm(t["x"][:tokens], t["weight"], t["residual"][:tokens])
 
-    def step(x: torch.Tensor, weight: torch.Tensor, count: torch.Tensor) -> Any:
+
+def rows_into_a_whole_output(t: dict[str, Any], tokens: Any) -> Any:
+    return k3cupy.fused_a_gemm(t["x"][:tokens], t["weight"], out=t["out"])
+
+
+def rows_of_decode(t: dict[str, Any], tokens: Any) -> Any:
+    """Of slots there may be more than tokens."""
+    rows = {name: t[name][:tokens] for name in ("ql_nope", "q_pe", "kv_c_normed", "k_pe")}
+    return k3cupy.fused_mla_decode_q_concat_kv_cache_insert(**{**t, **rows})
+
+
+def counted(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for at most as many tokens as there are, of which only the data tell the number."""
+
+    def run(t: dict[str, Any], count: torch.Tensor) -> Any:
         tokens = count.item()
-        torch._check(tokens >= 1)
-        torch._check(tokens <= x.shape[0])
-        return k3cupy.fused_a_gemm(x[:tokens], weight)
+        torch._check(tokens >= 0)
+        torch._check(tokens <= M)
+        return step(t, tokens)
 
-    x, weight, *_ = product_arguments()
+    return run
+
+
+@pytest.mark.parametrize("way", ["compiled", "exported"])
+@pytest.mark.parametrize(
+    ("step", "counts"),
+    [(rows_of_product, (3, 1)), (rows_into_a_whole_output, (M,)), (rows_of_decode, (3, 1, 0))],
+)
+def test_a_number_of_tokens_that_only_the_data_tell(step: Any, counts: Any, way: str) -> None:
+    """It has no value in the trace that could be looked at, and is no reason to refuse a call."""
+    if step is rows_of_decode:
+        mine, theirs = (dict(mla_call(FORMS["decode"]).args) for _ in range(2))
+    else:
+        names = ("x", "weight", "residual", "out")
+        mine, theirs = (dict(zip(names, product_arguments(), strict=True)) for _ in range(2))
+    run = counted(step)
+    if way == "compiled":
+        run = torch.compile(run, fullgraph=True, backend="aot_eager")
+    else:
+        example = {"t": copy.deepcopy(mine), "count": torch.tensor(1)}
+        program = torch.export.export(Called(run), (example,), strict=False).module()
+        run = lambda t, count: program({"t": t, "count": count})  # noqa: E731
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
-        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-        for tokens in (3, 1):
-            want = k3cupy.fused_a_gemm(x[:tokens], weight)
-            same(compiled(x, weight, torch.tensor(tokens)), want, f"{tokens} tokens")
+        for tokens in counts:
+            same(run(mine, torch.tensor(tokens)), step(theirs, tokens), f"{tokens} tokens")
+            for name, value in theirs.items():
+                same(mine[name], value, name)
+
+
+def test_what_fits_no_number_of_tokens_is_refused_though_nobody_knows_it() -> None:
+    x, weight, *_ = product_arguments()
+    wrong = {
+        r"weight: expected shape \[N, 96\] like x": lambda t, n: (t["x"][:n, :96], t["weight"]),
+        r"residual: expected shape \[\d, 64\], got": lambda t, n: (t["x"][:n], t["weight"], t["x"]),
+    }
+    for told, given in wrong.items():
+        run = counted(lambda t, n, given=given: k3cupy.fused_a_gemm(*given(t, n)))
+        compiled = torch.compile(run, fullgraph=True, backend="eager")
+        with (
+            torch._dynamo.config.patch(capture_scalar_outputs=True),
+            pytest.raises(RuntimeError, match=told),
+        ):
+            compiled({"x": x, "weight": weight}, torch.tensor(2))
 
 
 def test_compiled_by_inductor() -> None:

@@ -11,14 +11,17 @@ has both, is in ``torch_library``, and comes with the others.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 import k3cupy
+from k3cupy.call.arguments import Problem
 from k3cupy.call.operation import Operation, operations
 from k3cupy.constants import V_HEAD_DIM
 from k3cupy.kernels import fused_a_gemm, mla_query, mla_value, skinny_gemm
@@ -166,7 +169,7 @@ def _fake(operation: Operation, schema: Any, outputs: Sequence[str]) -> Any:
         _check_given(given, outputs)
         tensors = [given.get(called.get(name, name)) for name in arguments.names]
         options = {name: _hint(given.get(name, _default(name))) for name in operation.options}
-        problem = operation.accept(tuple(map(_seen, tensors)), options)
+        problem = _accepted(operation, tensors, options)
         if outputs:
             return None
         first: Any = tensors[0]
@@ -221,17 +224,46 @@ def _seen(value: Any) -> Any:
     )
 
 
-def _hint(value: Any) -> Any:
+def _hint(value: Any, unknown: int = 1) -> Any:
     """Return the number that a symbol stands for; for one of which nobody knows, some other."""
+    if _is_known(value):
+        node = getattr(value, "node", None)
+        return value if node is None else node.hint
+    expression = value.node.expr
+    return max(int(expression.xreplace(dict.fromkeys(expression.free_symbols, unknown))), 0)
+
+
+def _is_known(value: Any) -> bool:
     node = getattr(value, "node", None)
-    if node is None:
-        return value
-    if node.has_hint():
-        return node.hint
-    return int(node.expr.xreplace(dict.fromkeys(node.expr.free_symbols, _SOME_TOKENS)))
+    return node is None or node.has_hint()
 
 
-_SOME_TOKENS = 16
+def _accepted(operation: Operation, tensors: Sequence[Any], options: Mapping[str, Any]) -> Problem:
+    """Return the call of a trace, validated.
+
+    Where nobody knows a size yet, as of tokens that the data count, it is no reason to refuse: it
+    may come to be the size beside which it is held. It is looked at when the operator runs.
+    """
+    views = tuple(map(_seen, tensors))
+    try:
+        return operation.accept(views, options)
+    except (TypeError, ValueError):
+        sizes = [size for t in tensors if isinstance(t, Tensor) for size in t.shape]
+        known = {_hint(size) for size in sizes if _is_known(size)}
+        for number in () if all(map(_is_known, sizes)) else sorted(known):
+            seen = tuple([_with(number, *pair) for pair in zip(tensors, views, strict=True)])
+            with contextlib.suppress(TypeError, ValueError):
+                return operation.accept(seen, options)
+        raise
+
+
+def _with(unknown: int, value: Any, view: Any) -> Any:
+    """Return what validation sees of a tensor with another number for sizes that nobody knows."""
+    if not isinstance(value, Tensor):
+        return view
+    shape = tuple([_hint(size, unknown) for size in value.shape])
+    strides = tuple([_hint(stride, unknown) for stride in value.stride()])
+    return replace(view, address=0 if 0 in shape else ALIGNMENT, shape=shape, strides=strides)
 
 
 # --- What is refused before ----------------------------------------------------------------------
