@@ -595,6 +595,9 @@ OUTSIDE: dict[str, dict[str, Any]] = {
     "config": {"config": k3cupy.FusedAGemmConfig(16, 32, 128, 4, 2, 4, 1, 1, 2)},
     "a NumPy residual": {"residual": np.ones((M, N), np.float32)},
     "a wrong flag": {"pdl": 1},
+    "no promise": {"weight_is_static": None},
+    "no mode": {"batch_invariant": None},
+    "a wrong config": {"config": False},
 }
 
 
@@ -614,6 +617,35 @@ def test_what_no_operator_carries_leaves_the_graph(named: dict[str, Any]) -> Non
             broken(x, weight)
         return
     same(broken(x, weight), want, "the call")
+
+
+@pytest.mark.parametrize("wrong", [None, 1])
+@pytest.mark.parametrize("name", ["ds_mla", "kv_inputs_ready", "enable_pdl"])
+def test_a_wrong_flag_is_told_as_outside_of_compiled_code(name: str, wrong: Any) -> None:
+    """None is one, where False is what is left out; a whole graph says that flags are bools."""
+    if name == "enable_pdl":
+        x, weight, *_ = product_arguments()
+        run = functools.partial(k3cupy.dsv3_fused_a_gemm, mat_a=x, mat_b=weight.t())
+    else:
+        given = mla_call(FORMS["decode"]).args
+        run = functools.partial(k3cupy.fused_mla_decode_q_concat_kv_cache_insert, **given)
+    step = lambda: run(**{name: wrong})  # noqa: E731
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="bools as flags"):
+        torch.compile(step, fullgraph=True, backend="eager")()
+    for function in (step, torch.compile(step, backend="eager")):
+        with pytest.raises(TypeError, match=f"{name}: expected True or False, got {wrong}"):
+            function()
+
+
+def test_scalars_of_numpy_leave_the_graph() -> None:
+    """The compiler takes them for arrays; the error of a whole graph names them."""
+    calls = {"decode": {"q_scale_inv": np.float32(2.0)}, "norm": {"eps": np.float64(1e-5)}}
+    for name, named in calls.items():
+        call = mla_call(FORMS[name])
+        step = lambda c=call, n=named: c.operation(**{**c.args, **n})  # noqa: E731
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="such as NumPy's scalars"):
+            torch.compile(step, fullgraph=True, backend="eager")()
+        same(torch.compile(step, backend="eager")(), step(), name)
 
 
 def test_the_linear_leaves_the_graph_too() -> None:

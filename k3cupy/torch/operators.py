@@ -28,7 +28,7 @@ from k3cupy.kernels import fused_a_gemm, mla_query, mla_value, skinny_gemm
 from k3cupy.runtime import tracing
 from k3cupy.runtime.errors import reject
 from k3cupy.runtime.tensors import ALIGNMENT, TensorView
-from k3cupy.torch.compiled import OUT_BY_PLACE, OUTPUTS
+from k3cupy.torch.compiled import NONE_BY_DEFAULT, OUT_BY_PLACE, OUTPUTS
 from k3cupy.torch.torch_library import LIBRARY, TAGS, refuse_forward_mode
 
 _GEMM = (
@@ -96,8 +96,9 @@ def outside(function: Callable[..., Any], *given: Any) -> Any:
 
 tracing.untraced(
     outside,
-    "an operator of k3cupy carries PyTorch's own tensors, numbers as scales and bools as flags. A "
-    "call with others, with a stream or a config leaves the graph",
+    "an operator of k3cupy carries PyTorch's own tensors, Python's numbers as scales and eps, and "
+    "bools as flags. A call with others, such as NumPy's scalars, with a stream or a config leaves "
+    "the graph",
 )
 
 
@@ -197,7 +198,7 @@ def _shape(operation: Operation, width: int, tensors: Sequence[Any]) -> tuple[An
 
 
 def _default(option: str) -> bool | None:
-    return None if option in ("pdl", "config", "out_dtype") else False
+    return None if option in NONE_BY_DEFAULT else False
 
 
 def _seen(value: Any) -> Any:
