@@ -95,6 +95,17 @@ def test_many_rows_go_in_slices(gpu: DispatchDevice, with_residual: bool) -> Non
     assert k3cupy.try_low_latency_gemm(x, weight, residual) is None
 
 
+@pytest.mark.parametrize("last", [1, 22, 64])
+def test_the_reason_says_what_rows_behind_whole_slices_run(gpu: DispatchDevice, last: int) -> None:
+    x, weight = inputs(64 + last, N, K)
+    found = k3cupy.explain_low_latency_gemm(x, weight, batch_invariant=True)
+    assert ("the rest by the configuration for so many rows" in found.reason) == (last < 64)
+    alone = k3cupy.explain_low_latency_gemm(x[64:], weight, batch_invariant=True)
+    k3cupy.try_low_latency_gemm(x, weight, batch_invariant=True)
+    launched = [record.instance.name_expression for record in gpu.records]
+    assert launched == [found.name_expression, alone.name_expression]
+
+
 def test_slices_need_nothing_of_the_producer(gpu: DispatchDevice) -> None:
     """A bare DLPack producer cannot be cut, but its addresses can be counted."""
     x, weight = inputs(65, N, K)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import astuple, fields, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from cuda_signatures import Signature
 from golden_recording import shipped_signatures
 
+from k3cupy.accept import checks
 from k3cupy.call.launch import Parameters
 from k3cupy.choose.table import KERNELS as MODULES
 from k3cupy.kernels import (
@@ -121,3 +123,47 @@ def test_case42_integers_of_numpy_are_integers(config: Any) -> None:
         same = type(config)(*values)
         assert same.is_valid()
         assert same == config and hash(same) == hash(config) and repr(same) == repr(config)
+
+
+MISFITS: list[tuple[str, dict[str, Any], str]] = [
+    ("mla_decode", {"split": 2}, "split 0, 1 or 3"),
+    ("mla_decode", {"chunks_per_thread": 3}, "chunks_per_thread 1, 2 or 4 with split 0"),
+    ("mla_decode", {"split": 1}, "chunks_per_thread 3 or 6 with split 1, 1 with split 3"),
+    ("mla_prefill", {"heads_per_task": 5}, "heads_per_task 1, 2, 3, 4 or 6"),
+    ("mla_norm", {"query_warps": 6.0}, "query_warps of type int"),
+    ("mla_query", {"shared_steps": 7}, "shared_steps 0 to 48 / warps"),
+    ("mla_value", {"warps": 2}, "warps 4 or 8"),
+    ("fused_a", {"tile_m": 24}, "tile_m 8, 16, 32, 48 or 64"),
+    ("fused_a", {"mapped_x": 0}, "mapped_x of type bool"),
+    ("fused_a", {"copy_warps": 16}, "block_size at most 1024 threads, of all warps, not 1152"),
+    ("fused_a", {"product": "warpgroup"}, "warps_n a multiple of 4 for products of a warpgroup"),
+    ("skinny", {"product": "dot"}, "product 'fma' or 'mma'"),
+    ("skinny", {"split_k": 2, "vector_width": 0}, "vector_width 4 or 8"),
+    (
+        "skinny",
+        {"product": "mma", "num_rows": 16, "block_size": 512, "outputs_per_block": 56},
+        "shared_bytes at most 49152, not 57344",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "told"), MISFITS, ids=str)
+def test_the_first_number_that_does_not_fit_is_told(
+    name: str, change: dict[str, Any], told: str
+) -> None:
+    wrong = replace(CONFIGS[name], **change)
+    with pytest.raises(
+        ValueError, match=f"^config: expected {re.escape(f'{told}, got {wrong!r}')}$"
+    ):
+        checks.check_config(wrong, MODULES[name].Config)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_whatever_is_not_valid_has_a_number_that_does_not_fit(config: Any) -> None:
+    """Also where several are wrong at once, and of numbers that divide nothing."""
+    odd: Any = {"int": (-8, 0, 1, 3, 64, 4096), "str": ("warpgroup", "mma", "?"), "bool": (True,)}
+    names = [(field.name, odd[field.type]) for field in fields(config)]
+    for (one, ones), (other, others) in itertools.combinations_with_replacement(names, 2):
+        for values in itertools.product(ones, others):
+            changed = replace(config, **dict(zip((one, other), values, strict=True)))
+            assert (changed.misfit() is None) == changed.is_valid(), changed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -459,6 +460,16 @@ def test_case20_one_argument_on_the_cpu(form: Form) -> None:
             outs[i] = tensor
             refused(call, r"out.*|k_.*|q", "^device (cpu|cuda)", out=as_out(outs))
     run_and_check(call)
+
+
+@pytest.mark.parametrize("junk", [True, "2", [1.0], Decimal(2)], ids=repr)
+def test_a_wrong_scale_is_told_that_numbers_are_taken(junk: Any) -> None:
+    told = f"expected a number or a tensor with one fp32 element, got {type(junk).__name__}"
+    for kind in ("decode-fp8", "fp8"):
+        call = base(FORMS[kind])
+        for name in FORMS[kind].scales:
+            with pytest.raises(TypeError, match=rf"\A{name}: {told}\Z"):
+                call.operation(**{**call.args, name: junk})
 
 
 @pytest.mark.gpu

@@ -176,6 +176,7 @@ def test_opcheck_of_products(name: str, device: str) -> None:
     for given in ((), (residual,)):
         torch.library.opcheck(operator.default, (x, weight, *given))
         torch.library.opcheck(operator.out, (x, weight, *given), {"out": out})
+    torch.library.opcheck(operator.out, (x, weight, None, torch.cat((out, out), 1)[:, N:]))
     torch.library.opcheck(operator.default, (x, weight), {"out_dtype": torch.float32})
 
 
@@ -403,6 +404,40 @@ def test_an_output_that_is_given_comes_back_itself(name: str) -> None:
     same(got, want, "outputs")
 
 
+@pytest.mark.parametrize("name", ["fused_a_gemm", "skinny_gemm"])
+@pytest.mark.parametrize("way", ["compiled", "exported", "exported strictly"])
+def test_an_output_may_be_columns_of_a_wider_tensor(name: str, way: str) -> None:
+    """It is written where it lies, in one graph; what is beside it stays."""
+    x, weight, residual, _ = product_arguments()
+
+    def step(**given: Any) -> Any:
+        wide = given["wide"]
+        out = getattr(k3cupy, name)(given["x"], given["weight"], residual, out=wide[:, N:])
+        return out, wide + 1
+
+    mine, theirs = ({"x": x, "weight": weight, "wide": normal((M, 2 * N), 5)} for _ in range(2))
+    want = step(**theirs)
+    if way == "compiled":
+        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+        got = compiled(**mine)
+        assert got[0].data_ptr() == mine["wide"][:, N:].data_ptr()
+    else:
+        example = {**mine, "wide": mine["wide"].clone()}
+        program = torch.export.export(Called(step), (example,), strict="strictly" in way)
+        assert ours_in(program.graph) == [f"{name}.out"]
+        got = program.module()(mine)
+    same(got, want, name)
+    same(mine["wide"], theirs["wide"], "the wider tensor")
+
+
+def test_an_overload_out_wants_its_output() -> None:
+    x, weight, *_ = product_arguments()
+    for given in (x, weight), (x.to("meta"), weight.to("meta")):
+        for name in ("fused_a_gemm", "skinny_gemm"):
+            with pytest.raises(TypeError, match="out: expected a tensor, got None"):
+                getattr(OURS, name).out(*given)
+
+
 def test_scales_that_are_numbers_change_from_call_to_call() -> None:
     """PyTorch makes a symbol of a number that has changed."""
     run = k3cupy.fused_mla_decode_q_concat_kv_cache_insert
@@ -560,6 +595,9 @@ OUTSIDE: dict[str, dict[str, Any]] = {
     "config": {"config": k3cupy.FusedAGemmConfig(16, 32, 128, 4, 2, 4, 1, 1, 2)},
     "a NumPy residual": {"residual": np.ones((M, N), np.float32)},
     "a wrong flag": {"pdl": 1},
+    "no promise": {"weight_is_static": None},
+    "no mode": {"batch_invariant": None},
+    "a wrong config": {"config": False},
 }
 
 
@@ -579,6 +617,35 @@ def test_what_no_operator_carries_leaves_the_graph(named: dict[str, Any]) -> Non
             broken(x, weight)
         return
     same(broken(x, weight), want, "the call")
+
+
+@pytest.mark.parametrize("wrong", [None, 1])
+@pytest.mark.parametrize("name", ["ds_mla", "kv_inputs_ready", "enable_pdl"])
+def test_a_wrong_flag_is_told_as_outside_of_compiled_code(name: str, wrong: Any) -> None:
+    """None is one, where False is what is left out; a whole graph says that flags are bools."""
+    if name == "enable_pdl":
+        x, weight, *_ = product_arguments()
+        run = functools.partial(k3cupy.dsv3_fused_a_gemm, mat_a=x, mat_b=weight.t())
+    else:
+        given = mla_call(FORMS["decode"]).args
+        run = functools.partial(k3cupy.fused_mla_decode_q_concat_kv_cache_insert, **given)
+    step = lambda: run(**{name: wrong})  # noqa: E731
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="bools as flags"):
+        torch.compile(step, fullgraph=True, backend="eager")()
+    for function in (step, torch.compile(step, backend="eager")):
+        with pytest.raises(TypeError, match=f"{name}: expected True or False, got {wrong}"):
+            function()
+
+
+def test_scalars_of_numpy_leave_the_graph() -> None:
+    """The compiler takes them for arrays; the error of a whole graph names them."""
+    calls = {"decode": {"q_scale_inv": np.float32(2.0)}, "norm": {"eps": np.float64(1e-5)}}
+    for name, named in calls.items():
+        call = mla_call(FORMS[name])
+        step = lambda c=call, n=named: c.operation(**{**c.args, **n})  # noqa: E731
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="such as NumPy's scalars"):
+            torch.compile(step, fullgraph=True, backend="eager")()
+        same(torch.compile(step, backend="eager")(), step(), name)
 
 
 def test_the_linear_leaves_the_graph_too() -> None:
@@ -626,21 +693,72 @@ def test_a_gpu_that_is_not_there_is_traced_for() -> None:
             k3cupy.fused_a_gemm(x, torch.empty(N, K, dtype=BF16), residual)
 
 
-def test_a_number_of_tokens_that_only_the_data_tell() -> None:
-    """It has no value in the trace that could be looked at."""
+def rows_of_product(t: dict[str, Any], tokens: Any) -> Any:
+    return k3cupy.fused_a_gemm(t["x"][:tokens], t["weight"], t["residual"][:tokens])
 
-    def step(x: torch.Tensor, weight: torch.Tensor, count: torch.Tensor) -> Any:
+
+def rows_into_a_whole_output(t: dict[str, Any], tokens: Any) -> Any:
+    return k3cupy.fused_a_gemm(t["x"][:tokens], t["weight"], out=t["out"])
+
+
+def rows_of_decode(t: dict[str, Any], tokens: Any) -> Any:
+    """Of slots there may be more than tokens."""
+    rows = {name: t[name][:tokens] for name in ("ql_nope", "q_pe", "kv_c_normed", "k_pe")}
+    return k3cupy.fused_mla_decode_q_concat_kv_cache_insert(**{**t, **rows})
+
+
+def counted(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for at most as many tokens as there are, of which only the data tell the number."""
+
+    def run(t: dict[str, Any], count: torch.Tensor) -> Any:
         tokens = count.item()
-        torch._check(tokens >= 1)
-        torch._check(tokens <= x.shape[0])
-        return k3cupy.fused_a_gemm(x[:tokens], weight)
+        torch._check(tokens >= 0)
+        torch._check(tokens <= M)
+        return step(t, tokens)
 
-    x, weight, *_ = product_arguments()
+    return run
+
+
+@pytest.mark.parametrize("way", ["compiled", "exported"])
+@pytest.mark.parametrize(
+    ("step", "counts"),
+    [(rows_of_product, (3, 1)), (rows_into_a_whole_output, (M,)), (rows_of_decode, (3, 1, 0))],
+)
+def test_a_number_of_tokens_that_only_the_data_tell(step: Any, counts: Any, way: str) -> None:
+    """It has no value in the trace that could be looked at, and is no reason to refuse a call."""
+    if step is rows_of_decode:
+        mine, theirs = (dict(mla_call(FORMS["decode"]).args) for _ in range(2))
+    else:
+        names = ("x", "weight", "residual", "out")
+        mine, theirs = (dict(zip(names, product_arguments(), strict=True)) for _ in range(2))
+    run = counted(step)
+    if way == "compiled":
+        run = torch.compile(run, fullgraph=True, backend="aot_eager")
+    else:
+        example = {"t": copy.deepcopy(mine), "count": torch.tensor(1)}
+        program = torch.export.export(Called(run), (example,), strict=False).module()
+        run = lambda t, count: program({"t": t, "count": count})  # noqa: E731
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
-        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-        for tokens in (3, 1):
-            want = k3cupy.fused_a_gemm(x[:tokens], weight)
-            same(compiled(x, weight, torch.tensor(tokens)), want, f"{tokens} tokens")
+        for tokens in counts:
+            same(run(mine, torch.tensor(tokens)), step(theirs, tokens), f"{tokens} tokens")
+            for name, value in theirs.items():
+                same(mine[name], value, name)
+
+
+def test_what_fits_no_number_of_tokens_is_refused_though_nobody_knows_it() -> None:
+    x, weight, *_ = product_arguments()
+    wrong = {
+        r"weight: expected shape \[N, 96\] like x": lambda t, n: (t["x"][:n, :96], t["weight"]),
+        r"residual: expected shape \[\d, 64\], got": lambda t, n: (t["x"][:n], t["weight"], t["x"]),
+    }
+    for told, given in wrong.items():
+        run = counted(lambda t, n, given=given: k3cupy.fused_a_gemm(*given(t, n)))
+        compiled = torch.compile(run, fullgraph=True, backend="eager")
+        with (
+            torch._dynamo.config.patch(capture_scalar_outputs=True),
+            pytest.raises(RuntimeError, match=told),
+        ):
+            compiled({"x": x, "weight": weight}, torch.tensor(2))
 
 
 def test_compiled_by_inductor() -> None:

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from k3cupy.kernels import Tuned
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.dlpack import packed_strides
 from k3cupy.runtime.errors import reject, shown
 from k3cupy.runtime.tensors import ALIGNMENT, TensorView, check_memory, is_number, pytorch
 
-Config = TypeVar("Config")
+Config = TypeVar("Config", bound=Tuned)
 OPTIONAL_BOOL = (type(None), bool)
 """The types of ``pdl``, for the look on the way of a call that spares it ``check_flags``."""
 
@@ -172,11 +173,11 @@ def lack_of_shared_memory(config: Any, needed: int, gpu: DeviceInfo) -> str | No
 
 
 def check_config(config: Any, kind: type[Config]) -> Config | None:
-    """Accept None, or a valid configuration of a kernel."""
+    """Accept None, or a valid configuration of a kernel; tell what of it does not fit."""
     if config is None:
         return None
     if not isinstance(config, kind):
         reject("config", f"None or {kind.__name__}", shown(config), error=TypeError)
-    if not config.is_valid():  # type: ignore[attr-defined]
-        reject("config", "a configuration that the kernel has", shown(config))
+    if misfit := config.misfit():
+        reject("config", misfit, shown(config))
     return config

@@ -43,14 +43,21 @@ class Arguments:
         """Describe the tensors among a call's values, by argument name.
 
         Raises:
-            TypeError: a value that must be a tensor is none.
+            TypeError: a value that must be a tensor is none, or a scale neither that nor a number.
         """
         found = {}
         for name, value in zip(self.names, values, strict=True):
             if value is None and name not in self.required:
                 continue
-            if name not in self.scales or not tensors.is_number(value):
-                found[name] = producers.view(value, name)
+            if name in self.scales:
+                if tensors.is_number(value):
+                    continue
+                try:
+                    producers.handlers(value)
+                except TypeError as error:
+                    expected = "a number or a tensor with one fp32 element"
+                    reject(name, expected, str(error), error=TypeError)
+            found[name] = producers.view(value, name)
         return found
 
     def numbers(self, values: Values) -> dict[str, float]:

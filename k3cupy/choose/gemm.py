@@ -233,6 +233,8 @@ def _published(entry: Entry, of: _Product, told: str) -> Choice:
 def _invariant(of: _Product) -> Choice:
     """Return the fused-A GEMM with one summation order for every number of tokens."""
     slices = f" in slices of {MAX_TOKENS} rows" if of.num_tokens > MAX_TOKENS else ""
+    if slices and of.num_tokens % MAX_TOKENS:  # no number, or reports had a row for each
+        slices += ", the rest by the configuration for so many rows"
     of = of._replace(num_tokens=min(of.num_tokens, MAX_TOKENS))
     for table in tables_of(GEMM, of.gpu):
         config = _invariant_config(table, of)

@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from k3cupy.call.launch import Launch, Parameters
-from k3cupy.kernels import FLOAT, Tuned
+from k3cupy.kernels import FLOAT, Rules, Tuned
 from k3cupy.runtime import tensor_maps
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.instances import Instance, instantiation
@@ -35,7 +35,7 @@ WARP, WARPGROUP, WARPGROUP_TOKENS = "warp", "warpgroup", "warpgroup_tokens"
 """Products: of a warp (``mma``); of a warpgroup (``wgmma``), whose wide side is rows of the weight,
 or tokens."""
 
-_WARP_ROWS, _MMA_TOKENS, _MMA_K = 16, 8, 16
+_WARP_ROWS, _MMA_K = 16, 16
 _WIDE, _NARROW_SIDES = 64, range(16, 129, 8)
 """Sides of a warpgroup's product; of the narrow one those that the source has."""
 
@@ -189,13 +189,7 @@ class FusedAGemmConfig(Tuned):
         Args:
             device: the GPU; without it only what holds on every GPU is looked at.
         """
-        if not (self.is_typed and self._is_well_formed()) or self.block_size > _MAX_THREADS:
-            return False
-        return (
-            self._sums + _REGISTERS_BESIDE_SUMS <= self._registers
-            and (device is None or self._runs_on(device))
-            and (not self.mapped_x or self.with_copy_warps().is_valid(device))
-        )
+        return super().is_valid() and (device is None or self._runs_on(device))
 
     @property
     def _sums(self) -> int:
@@ -219,40 +213,42 @@ class FusedAGemmConfig(Tuned):
         """Return whether a GPU can compute a number of tokens with it."""
         return self.tile_m >= num_tokens and self.is_valid(device)
 
-    def _is_well_formed(self) -> bool:
-        return (
-            min(self.stages, self.stages_x) >= 2
-            and min(self.warps_k, self.warps_n, self.split_k, self.copy_warps) >= 1
-            and (self.tile_m == _MMA_TOKENS or self.tile_m % (2 * _MMA_TOKENS) == 0)
-            and 0 < self.tile_m <= MAX_TOKENS
-            and self.tile_n > 0
-            and self.tile_n % (4 * self.split_k) == 0
-            and 0 <= self.block_rows <= self.tile_n
-            and self.split_k <= _MAX_CLUSTER
-            and self.product in _ROWS
-            and self.tile_k >= 64
-            and (not self.mapped_x or self.tile_k % _PANEL == 0)
-            and self.tile_k % (_MMA_K * self.warps_k) == 0
-            and self._copies_fit()
-            and (
-                self._is_for_warpgroups()
-                if self.needs_warpgroups
-                else self.tile_n % (_WARP_ROWS * self.warps_n) == 0
-            )
-        )
-
-    def _is_for_warpgroups(self) -> bool:
-        teams, others = divmod(self.warps_n, _TEAM)
-        if others or self.tile_k % _PANEL or self.tile_n % teams:
-            return False
-        rows = self.tile_n // teams
+    def rules(self) -> Rules:
+        """Give what the kernel can be compiled with, on some GPU."""
+        tile_m, tile_n, tile_k, warps = self.tile_m, self.tile_n, self.tile_k, self.warps_n
+        yield self.stages >= 2, "stages", "at least 2"
+        yield self.stages_x >= 2, "stages_x", "at least 2"
+        yield self.warps_k >= 1, "warps_k", "at least 1"
+        yield warps >= 1, "warps_n", "at least 1"
+        yield self.copy_warps >= 1, "copy_warps", "at least 1"
+        yield 1 <= self.split_k <= _MAX_CLUSTER, "split_k", "1 to 8"
+        yield tile_m in (8, 16, 32, 48, 64), "tile_m", "8, 16, 32, 48 or 64"
+        yield tile_n > 0 and tile_n % (4 * self.split_k) == 0, "tile_n", "a multiple of 4 * split_k"
+        yield 0 <= self.block_rows <= tile_n, "block_rows", "0 to tile_n"
+        yield self.product in _ROWS, "product", "'warp', 'warpgroup' or 'warpgroup_tokens'"
+        whole = tile_k >= 64 and tile_k % (_MMA_K * self.warps_k) == 0
+        yield whole, "tile_k", "a multiple of 16 * warps_k, at least 64"
+        panels = tile_k % _PANEL == 0 or not (self.mapped_x or self.needs_warpgroups)
+        yield panels, "tile_k", "a multiple of 64 with mapped_x or products of a warpgroup"
+        fair = "such that 32 * copy_warps and tile_k / 8 are multiples, one of the other"
+        chunks, threads = tile_k // 8, 32 * self.copy_warps
+        yield 0 in (chunks % threads, threads % chunks), "copy_warps", fair
+        if self.needs_warpgroups:
+            yield warps % _TEAM == 0, "warps_n", "a multiple of 4 for products of a warpgroup"
         if self.product == WARPGROUP_TOKENS:
-            return self.tile_m == WIDE_TOKENS and rows in _NARROW_SIDES
-        return self.product == WARPGROUP and self.tile_m in (32, 64) and rows % _WIDE == 0
-
-    def _copies_fit(self) -> bool:
-        chunks, threads = self.tile_k // 8, 32 * self.copy_warps
-        return threads % chunks == 0 if chunks <= threads else chunks % threads == 0
+            teams = warps // _TEAM
+            fits = tile_n % teams == 0 and tile_n // teams in _NARROW_SIDES
+            yield fits, "tile_n", "16 to 128 in steps of 8, times warps_n / 4"
+            yield tile_m == WIDE_TOKENS, "tile_m", "64 with product 'warpgroup_tokens'"
+        else:  # rows of a warp, and of each of the four of a warpgroup
+            yield tile_n % (_WARP_ROWS * warps) == 0, "tile_n", "a multiple of 16 * warps_n"
+        if self.product == WARPGROUP:
+            yield tile_m in (32, 64), "tile_m", "32 or 64 with product 'warpgroup'"
+        yield self.block_size <= _MAX_THREADS, "block_size", "at most 1024 threads, of all warps"
+        few = "small enough that the sums of a thread stay in registers, or more warps_n"
+        yield self._sums + _REGISTERS_BESIDE_SUMS <= self._registers, "tile_n", few
+        copied = not self.mapped_x or self.with_copy_warps().is_valid()
+        yield copied, "mapped_x", "False where the copy warps in its place would be too many"
 
     def blocks(self, n: int) -> int:
         """Return how many blocks compute N output columns."""

@@ -6,8 +6,8 @@ from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from k3cupy.call.launch import Launch, Parameters
-from k3cupy.constants import CHUNK_ELEMENTS, CTYPES, KV_LORA_RANK, LATENT_DIM
-from k3cupy.kernels import Tuned
+from k3cupy.constants import CHUNK_ELEMENTS, CTYPES, LATENT_DIM
+from k3cupy.kernels import Rules, Tuned
 from k3cupy.kernels.cache_rows import cache_values, rope_values, scale_numbers
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.instances import Instance, instantiation
@@ -32,8 +32,6 @@ MAX_TOKENS_PER_LAUNCH = 4096
 batches are launched in slices, one after the other."""
 
 _ROW_CHUNKS = LATENT_DIM // CHUNK_ELEMENTS
-_NOPE_CHUNKS = KV_LORA_RANK // CHUNK_ELEMENTS
-_TILE_LANES = 16
 _MAX_THREADS = 1024
 
 CACHE_FORMATS = {"same": "kSame", "fp8": "kFp8", "ds_mla": "kDsMla"}
@@ -95,15 +93,19 @@ class MlaDecodeConfig(Tuned):
     block_size: int
     chunks_per_thread: int
 
-    def is_valid(self) -> bool:
-        """Return whether the kernel can be compiled with these numbers."""
-        threads, chunks = self.block_size, self.chunks_per_thread
-        if not (self.is_typed and 32 <= threads <= _MAX_THREADS):
-            return False
-        if self.split == 0:
-            lanes_hold_tiles = chunks in (1, 2, 4, 8) and _NOPE_CHUNKS // chunks % _TILE_LANES == 0
-            return lanes_hold_tiles and threads * chunks % _ROW_CHUNKS == 0
-        return threads % 32 == 0 and (self.split, chunks) in ((1, 3), (1, 6), (3, 1))
+    def rules(self) -> Rules:
+        """Give what the kernel can be compiled with; with split 0 the lanes hold whole tiles."""
+        split, threads, chunks = self.split, self.block_size, self.chunks_per_thread
+        yield split in (0, 1, 3), "split", "0, 1 or 3"
+        yield 32 <= threads <= _MAX_THREADS, "block_size", f"32 to {_MAX_THREADS}"
+        if split == 0:
+            yield chunks in (1, 2, 4), "chunks_per_thread", "1, 2 or 4 with split 0"
+            multiple = f"a multiple of {_ROW_CHUNKS} / chunks_per_thread with split 0"
+            yield threads * chunks % _ROW_CHUNKS == 0, "block_size", multiple
+        else:
+            whole = (split, chunks) in ((1, 3), (1, 6), (3, 1))
+            yield whole, "chunks_per_thread", "3 or 6 with split 1, 1 with split 3"
+            yield threads % 32 == 0, "block_size", "a multiple of 32 with split 1 or 3"
 
     def query_blocks(self, num_rows: int) -> int:
         """Return how many blocks write a number of query rows (tokens times heads)."""

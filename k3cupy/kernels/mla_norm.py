@@ -7,7 +7,7 @@ from typing import Any
 
 from k3cupy.call.launch import Launch, Parameters
 from k3cupy.constants import CTYPES
-from k3cupy.kernels import Tuned
+from k3cupy.kernels import Rules, Tuned
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.instances import Instance, instantiation
 from k3cupy.runtime.tensors import byte_stride
@@ -63,9 +63,9 @@ class MlaNormConfig(Tuned):
 
     query_warps: int
 
-    def is_valid(self) -> bool:
-        """Return whether the kernel can be compiled with this number."""
-        return self.is_typed and self.query_warps in _QUERY_WARPS
+    def rules(self) -> Rules:
+        """Give what the kernel can be compiled with."""
+        yield self.query_warps in _QUERY_WARPS, "query_warps", "1, 2, 3 or 6"
 
     def name_expression(self, variant: Variant) -> str:
         """Return the C++ name of the instance."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from k3cupy.call.launch import Launch, Parameters
 from k3cupy.constants import CTYPES
-from k3cupy.kernels import Tuned
+from k3cupy.kernels import Rules, Tuned
 from k3cupy.kernels.cache_rows import cache_values, rope_values
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.instances import Instance, instantiation
@@ -136,10 +136,10 @@ class MlaPrefillConfig(Tuned):
     tasks_per_block: int
     heads_per_task: int
 
-    def is_valid(self) -> bool:
-        """Return whether the kernels can be compiled with these numbers."""
-        tasks, heads = self.tasks_per_block, self.heads_per_task
-        return self.is_typed and tasks in (8, 16) and heads in (1, 2, 3, 4, 6)
+    def rules(self) -> Rules:
+        """Give what the kernels can be compiled with."""
+        yield self.tasks_per_block in (8, 16), "tasks_per_block", "8 or 16"
+        yield self.heads_per_task in (1, 2, 3, 4, 6), "heads_per_task", "1, 2, 3, 4 or 6"
 
     def threads(self, variant: Variant) -> int:
         """Return the threads of a block."""

@@ -13,7 +13,7 @@ from k3cupy.constants import (
     QK_HEAD_DIM,
     QK_NOPE_HEAD_DIM,
 )
-from k3cupy.kernels import Tuned, mla_decode
+from k3cupy.kernels import Rules, Tuned, mla_decode
 from k3cupy.kernels.cache_rows import cache_values, rope_values, scale_numbers
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.instances import Instance, instantiation
@@ -101,14 +101,12 @@ class MlaQueryConfig(Tuned):
     shared_steps: int
     blocks_per_sm: int
 
-    def is_valid(self) -> bool:
-        """Return whether the kernel can be compiled with these numbers."""
-        return (
-            self.is_typed
-            and self.warps in (8, 16)
-            and 0 <= self.shared_steps <= _STEPS // self.warps
-            and self.blocks_per_sm in (1, 2)
-        )
+    def rules(self) -> Rules:
+        """Give what the kernel can be compiled with."""
+        steps = self.shared_steps
+        yield self.warps in (8, 16), "warps", "8 or 16"
+        yield 0 <= steps <= _STEPS // self.warps, "shared_steps", f"0 to {_STEPS} / warps"
+        yield self.blocks_per_sm in (1, 2), "blocks_per_sm", "1 or 2"
 
     @property
     def threads(self) -> int:

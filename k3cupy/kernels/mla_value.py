@@ -7,7 +7,7 @@ from typing import Any
 
 from k3cupy.call.launch import Launch, Parameters
 from k3cupy.constants import CTYPES, KV_LORA_RANK, QK_NOPE_HEAD_DIM, V_HEAD_DIM
-from k3cupy.kernels import Tuned
+from k3cupy.kernels import Rules, Tuned
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.instances import Instance, instantiation
 from k3cupy.runtime.launch import divisor_constants
@@ -84,14 +84,11 @@ class MlaValueConfig(Tuned):
     tile_n: int
     warps: int
 
-    def is_valid(self) -> bool:
-        """Return whether the kernel can be compiled with these numbers, for both products."""
-        return (
-            self.is_typed
-            and self.tile_m in (8, 16, 32, 64)
-            and self.tile_n in (16, 32, 64, 128)
-            and self.warps in (4, 8)
-        )
+    def rules(self) -> Rules:
+        """Give what the kernel can be compiled with, for both products."""
+        yield self.tile_m in (8, 16, 32, 64), "tile_m", "8, 16, 32 or 64"
+        yield self.tile_n in (16, 32, 64, 128), "tile_n", "16, 32, 64 or 128"
+        yield self.warps in (4, 8), "warps", "4 or 8"
 
     def grid(self, variant: Variant, num_tokens: int, num_heads: int) -> int:
         """Return the number of blocks."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from k3cupy.call.launch import Launch, Parameters
 from k3cupy.constants import CTYPES
-from k3cupy.kernels import FLOAT, Tuned
+from k3cupy.kernels import FLOAT, Rules, Tuned
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.instances import Instance, instantiation
 from k3cupy.runtime.tensors import row_stride
@@ -178,29 +178,30 @@ class SkinnyGemmConfig(Tuned):
         Args:
             device: the GPU; without it only what holds on every GPU is looked at.
         """
-        return (
-            self.is_typed
-            and self.product in _REGISTERS_BESIDE_VALUES
-            and 1 <= self.num_rows <= (MAX_TOKENS if self.is_mma else MAX_FMA_TOKENS)
-            and self.block_size % _WARP == 0
-            and 0 < self.block_size <= _MAX_THREADS
-            and min(self.outputs_per_block, self.k_unroll, self.split_k) >= 1
-            and self.vector_width in VECTOR_WIDTHS
-            and self.blocks_with_residual >= 1
-            and (self._is_for_mma(device) if self.is_mma else self._is_for_fma())
-        )
+        has_clusters = self.split_k == 1 or device is None or device.has_clusters
+        return has_clusters and super().is_valid()
 
-    def _is_for_fma(self) -> bool:
-        return self.split_k == 1 and self.num_rows * self.outputs_per_block <= self.block_size
-
-    def _is_for_mma(self, device: DeviceInfo | None) -> bool:
-        return (
-            self.vector_width == 8
-            and self.block_size >= _LEAST_MMA_THREADS
-            and self.split_k <= _MAX_CLUSTER
-            and self.shared_bytes <= _SHARED_BYTES
-            and (self.split_k == 1 or device is None or device.has_clusters)
-        )
+    def rules(self) -> Rules:
+        """Give what the kernel can be compiled with, without spilling."""
+        rows, threads, outputs = self.num_rows, self.block_size, self.outputs_per_block
+        yield self.product in _REGISTERS_BESIDE_VALUES, "product", "'fma' or 'mma'"
+        most = MAX_TOKENS if self.is_mma else MAX_FMA_TOKENS
+        yield 1 <= rows <= most, "num_rows", "1 to 8 with product 'fma', 1 to 16 with 'mma'"
+        sizes = range(_WARP, _MAX_THREADS + 1, _WARP)
+        yield threads in sizes, "block_size", "32 to 1024 in steps of 32"
+        yield outputs >= 1, "outputs_per_block", "at least 1"
+        yield self.k_unroll >= 1, "k_unroll", "at least 1"
+        yield 1 <= self.split_k <= _MAX_CLUSTER, "split_k", "1 to 8"
+        yield self.vector_width in VECTOR_WIDTHS, "vector_width", "4 or 8"
+        few = "few enough for block_size threads, with fewer outputs_per_block or less k_unroll"
+        yield self.blocks_with_residual >= 1, "registers", few
+        if self.is_mma:
+            yield self.vector_width == 8, "vector_width", "8 with product 'mma'"
+            yield threads >= _LEAST_MMA_THREADS, "block_size", "at least 64 with product 'mma'"
+            yield self.shared_bytes <= _SHARED_BYTES, "shared_bytes", "at most 49152"
+        else:
+            yield self.split_k == 1, "split_k", "1 with product 'fma'"
+            yield rows * outputs <= threads, "block_size", "at least num_rows * outputs_per_block"
 
     def blocks(self, n: int) -> int:
         """Return how many blocks compute N output columns."""

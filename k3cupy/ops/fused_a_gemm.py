@@ -155,8 +155,13 @@ def _dsv3_of_vllm(output: Any, mat_a: Any, mat_b: Any, enable_pdl: Any = False) 
 
 def _dsv3_of_sglang(mat_a: Any, mat_b: Any, output: Any = None, enable_pdl: Any = False) -> Any:
     if type(enable_pdl) is not bool:
-        checks.check_flags(locals(), "enable_pdl")
+        _check_enable_pdl(enable_pdl)
     return _DSV3((mat_a, mat_b, None, output), (enable_pdl, enable_pdl, False, None, None), None)
+
+
+@tracing.instead("check_enable_pdl")
+def _check_enable_pdl(enable_pdl: Any) -> None:
+    checks.check_flags({"enable_pdl": enable_pdl}, "enable_pdl")
 
 
 @tracing.instead("ends_with_output")

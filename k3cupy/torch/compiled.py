@@ -16,6 +16,13 @@ OUTPUTS = {
 }
 """What operators call outputs that are given, where there are several; one is ``out``."""
 
+OUT_BY_PLACE = ("fused_a_gemm", "skinny_gemm")
+"""Operators whose output may be a slice of a wider tensor, and so is given by its place: of an
+argument that is named ``out`` the compiler demands that it be contiguous."""
+
+NONE_BY_DEFAULT = ("pdl", "config", "out_dtype")
+"""Options of operations that may be None; ``eps`` has no default, the others have False."""
+
 _DSV3 = "dsv3_fused_a_gemm"
 
 
@@ -57,7 +64,10 @@ def operation(of: Any, values: tuple[Any, ...], options: tuple[Any, ...], stream
     given = [tensors.pop(key) for key in of.arguments.names[-len(outputs) :] if key in tensors]
     if not given:
         return operator(**tensors, **flags)
-    operator.out(**tensors, **flags, **dict(zip(outputs, given, strict=True)))
+    if name in OUT_BY_PLACE:
+        operator.out(*[tensors.get(key) for key in of.arguments.names[:-1]], *given, **flags)
+    else:
+        operator.out(**tensors, **flags, **dict(zip(outputs, given, strict=True)))
     return given[0] if len(outputs) == 1 else tuple(given)
 
 
@@ -70,7 +80,9 @@ def _flags(torch: Any, names: tuple[str, ...], options: tuple[Any, ...]) -> tupl
     flags: dict[str, Any] = {}
     wrong = ""
     for name, option in zip(names, options, strict=True):
-        if name != "eps" and (option is None or (option is False and name != "pdl")):
+        if option is None and name in NONE_BY_DEFAULT:
+            continue
+        if option is False and name not in ("eps", *NONE_BY_DEFAULT):
             continue
         if name == "eps":
             fits = isinstance(option, float | int) and not isinstance(option, bool)
@@ -80,7 +92,7 @@ def _flags(torch: Any, names: tuple[str, ...], options: tuple[Any, ...]) -> tupl
             fits = isinstance(flags[name], torch.dtype)
         else:
             flags[name] = option
-            fits = isinstance(option, bool)
+            fits = isinstance(option, bool) and name != "config"
         if not fits:
             wrong = name
     flags.pop("kv_inputs_ready", None)
@@ -145,6 +157,14 @@ def check_options(of: Any, options: tuple[Any, ...]) -> None:
 
     if _flags(torch, of.options, options)[1]:
         operators.outside(operation.check_options, of, options)
+
+
+def check_enable_pdl(enable_pdl: Any) -> None:
+    """Refuse outside of the graph what is no bool, for nothing else comes here."""
+    from k3cupy.ops import fused_a_gemm
+    from k3cupy.torch import operators
+
+    operators.outside(fused_a_gemm._check_enable_pdl, enable_pdl)
 
 
 def split_out(signature: Any, out: Any) -> tuple[Any, ...]:

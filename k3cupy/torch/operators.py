@@ -11,21 +11,24 @@ has both, is in ``torch_library``, and comes with the others.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 import k3cupy
+from k3cupy.call.arguments import Problem
 from k3cupy.call.operation import Operation, operations
 from k3cupy.constants import V_HEAD_DIM
 from k3cupy.kernels import fused_a_gemm, mla_query, mla_value, skinny_gemm
 from k3cupy.runtime import tracing
 from k3cupy.runtime.errors import reject
 from k3cupy.runtime.tensors import ALIGNMENT, TensorView
-from k3cupy.torch.compiled import OUTPUTS
+from k3cupy.torch.compiled import NONE_BY_DEFAULT, OUT_BY_PLACE, OUTPUTS
 from k3cupy.torch.torch_library import LIBRARY, TAGS, refuse_forward_mode
 
 _GEMM = (
@@ -93,8 +96,9 @@ def outside(function: Callable[..., Any], *given: Any) -> Any:
 
 tracing.untraced(
     outside,
-    "an operator of k3cupy carries PyTorch's own tensors, numbers as scales and bools as flags. A "
-    "call with others, with a stream or a config leaves the graph",
+    "an operator of k3cupy carries PyTorch's own tensors, Python's numbers as scales and eps, and "
+    "bools as flags. A call with others, such as NumPy's scalars, with a stream or a config leaves "
+    "the graph",
 )
 
 
@@ -119,6 +123,7 @@ def _kernel(function: Callable[..., Any], schema: Any, outputs: Sequence[str]) -
         given = dict(zip(names, args, strict=False)) | named
         _merge_scales(given, scales)
         if outputs:
+            _check_given(given, outputs)
             out = tuple([given.pop(name) for name in outputs])
             given["out"] = out[0] if len(out) == 1 else out
         for name in scales:
@@ -144,6 +149,14 @@ def _merge_scales(given: dict[str, Any], scales: Sequence[str]) -> None:
             given[name] = number
 
 
+def _check_given(given: Mapping[str, Any], outputs: Sequence[str]) -> None:
+    """Refuse a call that leaves out an output, which some schemas allow."""
+    for name in outputs:
+        if given.get(name) is None:
+            hint = "The operator without the overload makes a new one"
+            reject(name, "a tensor", "None", hint, TypeError)
+
+
 def _fake(operation: Operation, schema: Any, outputs: Sequence[str]) -> Any:
     """Return what makes an operator's results in a trace, and refuses what the operation would."""
     names = [argument.name for argument in schema.arguments if not argument.kwarg_only]
@@ -154,9 +167,10 @@ def _fake(operation: Operation, schema: Any, outputs: Sequence[str]) -> Any:
     def fake(*args: Any, **named: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | named
         _merge_scales(given, scales)
+        _check_given(given, outputs)
         tensors = [given.get(called.get(name, name)) for name in arguments.names]
         options = {name: _hint(given.get(name, _default(name))) for name in operation.options}
-        problem = operation.accept(tuple(map(_seen, tensors)), options)
+        problem = _accepted(operation, tensors, options)
         if outputs:
             return None
         first: Any = tensors[0]
@@ -184,7 +198,7 @@ def _shape(operation: Operation, width: int, tensors: Sequence[Any]) -> tuple[An
 
 
 def _default(option: str) -> bool | None:
-    return None if option in ("pdl", "config", "out_dtype") else False
+    return None if option in NONE_BY_DEFAULT else False
 
 
 def _seen(value: Any) -> Any:
@@ -211,17 +225,46 @@ def _seen(value: Any) -> Any:
     )
 
 
-def _hint(value: Any) -> Any:
+def _hint(value: Any, unknown: int = 1) -> Any:
     """Return the number that a symbol stands for; for one of which nobody knows, some other."""
+    if _is_known(value):
+        node = getattr(value, "node", None)
+        return value if node is None else node.hint
+    expression = value.node.expr
+    return max(int(expression.xreplace(dict.fromkeys(expression.free_symbols, unknown))), 0)
+
+
+def _is_known(value: Any) -> bool:
     node = getattr(value, "node", None)
-    if node is None:
-        return value
-    if node.has_hint():
-        return node.hint
-    return int(node.expr.xreplace(dict.fromkeys(node.expr.free_symbols, _SOME_TOKENS)))
+    return node is None or node.has_hint()
 
 
-_SOME_TOKENS = 16
+def _accepted(operation: Operation, tensors: Sequence[Any], options: Mapping[str, Any]) -> Problem:
+    """Return the call of a trace, validated.
+
+    Where nobody knows a size yet, as of tokens that the data count, it is no reason to refuse: it
+    may come to be the size beside which it is held. It is looked at when the operator runs.
+    """
+    views = tuple(map(_seen, tensors))
+    try:
+        return operation.accept(views, options)
+    except (TypeError, ValueError):
+        sizes = [size for t in tensors if isinstance(t, Tensor) for size in t.shape]
+        known = {_hint(size) for size in sizes if _is_known(size)}
+        for number in () if all(map(_is_known, sizes)) else sorted(known):
+            seen = tuple([_with(number, *pair) for pair in zip(tensors, views, strict=True)])
+            with contextlib.suppress(TypeError, ValueError):
+                return operation.accept(seen, options)
+        raise
+
+
+def _with(unknown: int, value: Any, view: Any) -> Any:
+    """Return what validation sees of a tensor with another number for sizes that nobody knows."""
+    if not isinstance(value, Tensor):
+        return view
+    shape = tuple([_hint(size, unknown) for size in value.shape])
+    strides = tuple([_hint(stride, unknown) for stride in value.stride()])
+    return replace(view, address=0 if 0 in shape else ALIGNMENT, shape=shape, strides=strides)
 
 
 # --- What is refused before ----------------------------------------------------------------------
@@ -285,7 +328,10 @@ def _register() -> None:
         given = ", ".join(
             f"Tensor({mark}!) {name}" for mark, name in zip("xyz", outputs, strict=False)
         )
-        _define(name, f"{arguments}, {given}", "()", outputs)
+        with_outputs = f"{arguments}, {given}"
+        if name in OUT_BY_PLACE:  # behind arguments with defaults only one with a default may be
+            with_outputs = arguments.replace(", *", ", Tensor(x!)? out=None, *")
+        _define(name, with_outputs, "()", outputs)
     _define(_DSV3, _DSV3_ARGUMENTS, "()")
 
 
