@@ -180,6 +180,20 @@ def test_case25_gradients_are_never_lost() -> None:
         assert all(leaf.grad is not None for leaf in leaves[: 2 + with_residual])
 
 
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+@pytest.mark.parametrize("on_meta", ["x", "weight", "residual", "x weight", "weight residual"])
+def test_meta_tensors_beside_others(call: Callable[..., Any], on_meta: str) -> None:
+    """PyTorch takes them, and returns memory that nobody wrote."""
+    given = {"x": normal((4, K), 1), "weight": normal((48, K), 2), "residual": normal((4, 48), 3)}
+    blamed = on_meta.split()
+    for name in blamed:
+        given[name] = given[name].to("meta")
+    for _ in range(2):
+        refused(given, blamed[0], "^device meta$", operation=call)
+        call(*(normal(t.shape, 1) for t in given.values()))
+        call(*(t.to("meta") for t in given.values()))
+
+
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_tensors_without_memory() -> None:
     """Meta tensors are for the framework; fake ones, of a trace, for the operator: no call yet."""

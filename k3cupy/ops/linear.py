@@ -18,7 +18,7 @@ from k3cupy.choose.gemm import ALL, FUSED_A, NOT_INVARIANT, SKINNY, choose
 from k3cupy.kernels.fused_a_gemm import why_not_mapped
 from k3cupy.ops import batch_invariance, framework_linear, fused_a_gemm, skinny_gemm
 from k3cupy.ops.dispatch_report import Counter, counter_of, counters
-from k3cupy.runtime import devices, producers, sources, tracing
+from k3cupy.runtime import devices, producers, sources, storages, tracing
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import CaptureError, MissingError, ToolchainError
 from k3cupy.runtime.tensors import ALIGNMENT, is_traced, pytorch, span
@@ -63,7 +63,8 @@ def try_low_latency_gemm(
 
     Raises:
         TypeError: an argument is no tensor, or a flag no bool.
-        ValueError: the storage of a tensor was freed, or ends before the tensor does.
+        ValueError: the storage of a tensor was freed, or ends before the tensor does; or one is on
+            the meta device beside others that are not.
         CaptureError: the kernel is not loaded and the stream is capturing a graph.
         CompileError: the compiler refused the kernel; the text says why.
         ToolchainError: the edited sources are not there, or K3CUPY_NO_COMPILE forbids to compile.
@@ -142,7 +143,7 @@ def explain_low_latency_gemm(
         Kernel, configuration, and the reason: of a fall-back what keeps the call from our kernels.
 
     Raises:
-        TypeError: an argument is no tensor.
+        TypeError, ValueError: as ``try_low_latency_gemm`` for its tensors.
 
     Example:
         >>> import torch, k3cupy
@@ -357,8 +358,7 @@ def make_route(
 def _framework_route(choice: Choice, values: Values) -> _Route:
     if choice.runs_on == "cpu":
         sources.warn_unused()
-    check = producers.storage_check(OURS.arguments.names, values)
-    check(values)  # or one storage that is too short would send every call of its signature here
+    check = storages.storage_check(OURS.arguments.names, values)
     return _Route(_counter_of(choice, values), check, _repeat_of_framework, None)
 
 
@@ -419,6 +419,7 @@ def _decide(
         return None, _fallback(error, batch_invariant, values)
     choice = choose(
         ALL,
+        storages.check_values(OURS.arguments.names, values)  # so is what nobody can read
         *problem.size,
         gpu,
         residual=problem.residual is not None,

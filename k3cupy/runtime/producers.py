@@ -23,11 +23,9 @@ from k3cupy.runtime import dlpack, streams
 from k3cupy.runtime.tensors import (
     ALIGNMENT,
     TensorView,
-    check_memory,
     is_number,
     itemsize,
     pytorch,
-    span,
 )
 
 Probe = tuple[int, Hashable, object]
@@ -410,30 +408,6 @@ def probe_all(
             signature.append(layout)
             owners.append(owner)
     return addresses, signature, owners
-
-
-def storage_check(names: tuple[str, ...], values: tuple[Any, ...]) -> Callable[..., None]:
-    """Return what refuses plain tensors of PyTorch that reach beyond their storage.
-
-    Nobody can read those. Of other classes only their framework knows where they lie.
-
-    Args:
-        names: of the arguments.
-        values: of one call; the check is for all that have its signature.
-    """
-    read = [(i, t, t.element_size()) for i, t in enumerate(values) if type(t) in torch_types]
-    spans = [(i, size, span(t.shape, t.stride(), size)) for i, t, size in read]
-    torch = sys.modules.get("torch")
-    plain = (torch.Tensor, torch.nn.Parameter) if torch and read else ()
-
-    def check(values: tuple[Any, ...], *_: Any) -> None:
-        """Raise a ValueError whose text names the argument."""
-        for i, size, needed in spans:
-            t = values[i]
-            if type(t) in plain and t.storage_offset() * size + needed > len(t.untyped_storage()):
-                check_memory(names[i], _view_torch(t))
-
-    return check
 
 
 def is_on_cpu(obj: Any) -> bool:

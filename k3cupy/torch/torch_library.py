@@ -18,7 +18,7 @@ from k3cupy.call.plans import PlanCache, stamp
 from k3cupy.call.repeat import MISS
 from k3cupy.ops import linear
 from k3cupy.ops.batch_invariance import resolved
-from k3cupy.runtime import streams, tracing
+from k3cupy.runtime import storages, streams, tracing
 from k3cupy.runtime.errors import reject
 
 
@@ -65,11 +65,11 @@ def linear_of_any_rank(
         shape = (*x.shape[:-1], *weight.shape[:-1])
         if residual is not None and residual.shape != shape:
             reject("residual", f"shape {list(shape)}", f"shape {list(residual.shape)}")
-        rows = _as_rows(x)
+        rows = _rows_of("x", x)
         out = linear.low_latency_linear(
             rows,
             weight,
-            None if residual is None else _as_rows(residual),
+            None if residual is None else _rows_of("residual", residual),
             batch_invariant=batch_invariant,
             weight_is_static=static,
             out_dtype=out_dtype,
@@ -190,6 +190,15 @@ def _forget() -> None:
 def _as_rows(t: Tensor) -> Tensor:
     """Return a tensor as [rows, width]: a view, where its strides allow one."""
     return t.reshape(t.shape[:-1].numel(), t.shape[-1])
+
+
+def _rows_of(name: str, t: Tensor) -> Tensor:
+    """Return the rows of an argument; where they have to be copied, their memory must be there."""
+    try:
+        return t.view(t.shape[:-1].numel(), t.shape[-1])
+    except RuntimeError:
+        storages.check_values((name,), (t,))
+        return _as_rows(t)
 
 
 def _operator(*arguments: Any) -> Tensor:
