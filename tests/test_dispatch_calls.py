@@ -180,6 +180,27 @@ def test_case25_gradients_are_never_lost() -> None:
         assert all(leaf.grad is not None for leaf in leaves[: 2 + with_residual])
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors_are_the_frameworks(layout: torch.layout) -> None:
+    rows, weight = [normal((2, K), 1), normal((3, K), 2)], normal((48, K), 3)
+    x, linear_of = torch.nested.nested_tensor(rows, layout=layout), torch.nn.functional.linear
+    want = [linear_of(row, weight) for row in rows]
+    for _ in range(3):
+        assert k3cupy.try_low_latency_gemm(x, weight) is None
+        for found, wanted in zip(k3cupy.low_latency_linear(x, weight).unbind(), want, strict=True):
+            assert torch.equal(found, wanted)
+        assert k3cupy.low_latency_linear(x, weight, out_dtype="float32").dtype == torch.float32
+    for residual in (linear_of(x, weight), None):
+        choice = k3cupy.explain_low_latency_gemm(x, weight, residual)
+        assert says(choice.reason, "x", r"^a nested tensor\b"), choice
+    added = k3cupy.low_latency_linear(x, weight, linear_of(x, weight))
+    for found, wanted in zip(added.unbind(), want, strict=True):
+        assert torch.equal(found, wanted + wanted)
+    for weight_or_residual in ((x,), (weight, x)):
+        assert k3cupy.try_low_latency_gemm(rows[0], *weight_or_residual) is None
+
+
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 @pytest.mark.parametrize("on_meta", ["x", "weight", "residual", "x weight", "weight residual"])
 def test_meta_tensors_beside_others(call: Callable[..., Any], on_meta: str) -> None:

@@ -57,6 +57,8 @@ def torch_linear(torch: Any, x: Any, weight: Any, residual: Any) -> Any:
     added = residual.expand(shape).reshape(count, n)
     return torch.addmm(added, x.reshape(count, k), weight.t()).reshape(shape)
 
+    if x.is_nested:  # of such PyTorch has no addmm
+        return torch.nn.functional.linear(x, weight) + residual
 
 def torch_float32(
     torch: Any, x: Any, weight: Any, residual: Any, stores_sums: bool | None = None
@@ -76,14 +78,14 @@ def torch_float32(
     with torch.autocast(where, enabled=False):  # it would round
         if not narrow:
             out = linear(x, weight)
-        elif stored and not follows and x.dim() and weight.dim() == 2:
+        elif stored and not follows and not x.is_nested and x.dim() and weight.dim() == 2:
             rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
             out = torch.mm(rows, weight.t(), out_dtype=torch.float32)
             out = out.view(*x.shape[:-1], weight.shape[0])
         else:
             out = linear(x.float(), weight.float())
         if residual is not None:
-            out = out + residual.expand(out.shape)
+            out = out + (residual if x.is_nested else residual.expand(out.shape))
         return out.float()
 
 

@@ -447,8 +447,9 @@ def _fallback(error: Exception, batch_invariant: bool, values: Values) -> Choice
 
 
 def _counter_of(choice: Choice, values: Values) -> Counter:
-    x: Any = getattr(values[0], "shape", ())
-    weight: Any = getattr(values[1], "shape", ())
+    first, second, *_ = values  # a nested one has a shape of no numbers, if any
+    x: Any = () if getattr(first, "is_nested", False) else getattr(first, "shape", ())
+    weight: Any = () if getattr(second, "is_nested", False) else getattr(second, "shape", ())
     num_tokens, k = x if len(x) == 2 else (0, 0)
     n = weight[0] if len(weight) == 2 else 0
     return counters.get((choice, n, k, num_tokens)) or counter_of(choice, n, k, num_tokens)
