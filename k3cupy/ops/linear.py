@@ -112,7 +112,8 @@ def low_latency_linear(
     Raises:
         TypeError, ValueError, CaptureError, CompileError, ToolchainError: as
             ``try_low_latency_gemm``.
-        Exception: what the framework's linear raises for shapes and types that it does not take.
+        Exception: what the framework's linear raises for shapes and types that it does not take;
+            from Python 3.11 on a note says why no kernel of ours took them.
 
     Example:
         >>> import torch, k3cupy
@@ -122,7 +123,13 @@ def low_latency_linear(
     out = _run((x, weight, residual, None), batch_invariant, weight_is_static, stream, out_dtype)
     if out is not None:
         return out
-    return framework_linear.linear(x, weight, residual, stream, out_dtype is not None)
+    try:
+        return framework_linear.linear(x, weight, residual, stream, out_dtype is not None)
+    except Exception as error:
+        if hasattr(error, "add_note"):  # from Python 3.11 on
+            _, choice = _decide((x, weight, residual, None), False, weight_is_static, out_dtype)
+            error.add_note(f"k3cupy ran no kernel of its own: {choice.reason}")
+        raise
 
 
 def explain_low_latency_gemm(
@@ -411,6 +418,7 @@ def _decide(
         for name, value in zip(OURS.arguments.names, values, strict=True):
             if value is not None or name in OURS.arguments.required:
                 producers.check(value, name)  # what is no tensor at all is the caller's mistake
+        storages.check_values(OURS.arguments.names, values)  # so is what nobody can read
         return None, _fallback(error, batch_invariant, values)
     try:
         gpu = gpu or devices.info(problem.x.device_index)
@@ -419,7 +427,6 @@ def _decide(
         return None, _fallback(error, batch_invariant, values)
     choice = choose(
         ALL,
-        storages.check_values(OURS.arguments.names, values)  # so is what nobody can read
         *problem.size,
         gpu,
         residual=problem.residual is not None,
