@@ -156,7 +156,10 @@ def _fake(operation: Operation, schema: Any, outputs: Sequence[str]) -> Any:
         _merge_scales(given, scales)
         tensors = [given.get(called.get(name, name)) for name in arguments.names]
         options = {name: _hint(given.get(name, _default(name))) for name in operation.options}
-        problem = operation.accept(tuple(map(_seen, tensors)), options)
+        # Those of the meta device stand for tensors of any other, if there are no others.
+        known = [t for t in tensors if isinstance(t, Tensor)]
+        is_meta = any(t.is_meta for t in known) and all(t.is_meta or not t.dim() for t in known)
+        problem = operation.accept(tuple(_seen(t, is_meta) for t in tensors), options)
         if outputs:
             return None
         first: Any = tensors[0]
@@ -187,7 +190,7 @@ def _default(option: str) -> bool | None:
     return None if option in ("pdl", "config", "out_dtype") else False
 
 
-def _seen(value: Any) -> Any:
+def _seen(value: Any, on_cpu: bool) -> Any:
     """Return what validation sees of a tensor of a trace: its layout, and an aligned address.
 
     A size that is a symbol has the value that it has in the call which is traced. So nothing is
@@ -196,14 +199,13 @@ def _seen(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return _hint(value)
     shape, strides = tuple(map(_hint, value.shape)), tuple(map(_hint, value.stride()))
-    kind = "cpu" if value.is_meta else value.device.type
     return TensorView(
         address=0 if 0 in shape else ALIGNMENT,
         shape=shape,
         strides=strides,
         dtype=str(value.dtype).removeprefix("torch."),
         itemsize=value.element_size(),
-        device_type=kind,
+        device_type="cpu" if on_cpu else value.device.type,
         device_index=value.device.index or 0,
         readonly=False,
         requires_grad=value.requires_grad,
