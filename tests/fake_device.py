@@ -136,6 +136,9 @@ class CudaTensor(torch.Tensor):
     def expand(self, *shape: Any) -> CudaTensor:  # type: ignore[override]
         return CudaTensor.of(super().expand(*shape), self.ordinal)
 
+    def view(self, *shape: Any) -> CudaTensor:  # type: ignore[override]
+        return CudaTensor.of(super().view(*shape), self.ordinal)
+
     def reshape(self, *shape: Any) -> CudaTensor:  # type: ignore[override]
         return CudaTensor.of(super().reshape(*shape), self.ordinal)
 

@@ -76,8 +76,8 @@ def of_no_tensors(form: Any) -> Iterator[Refusal]:
             yield put(f"a {type(junk).__name__}", name, junk, its_type)
     for name in (*form.inputs, *(("kv_cache",) if form.has_cache else ())):
         yield Refusal("on meta", name, lambda t: t.to("meta"), exactly("device meta"))
-        # PyTorch's own words.
-        yield Refusal("sparse", name, lambda t: t.to(BF16).to_sparse(), "storage|sparse|layout")
+        sparse = exactly("layout torch.sparse_coo")
+        yield Refusal("sparse", name, lambda t: t.to(BF16).to_sparse(), sparse)
 
 
 # What operations with a cache have in common, of calls of eight tokens

@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch_linear_helpers import Calls
 
 import k3cupy
+import k3cupy.torch.torch_library  # the operator
 from k3cupy.runtime import dlpack, producers
 
 M, N, K = 8, 96, 128
@@ -297,20 +298,74 @@ def test_an_empty_tensor_needs_no_memory() -> None:
     assert k3cupy.low_latency_linear(normal((4, K), 1)[4:], weight).shape == (0, N)
 
 
+class OwnParameter(torch.nn.Parameter):
+    """As libraries make their own ones, which is memory like any other."""
+
+
+class OwnTensor(torch.Tensor):
+    """The same, of no parameter."""
+
+
+CLASSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "plain": lambda t: t,
+    "a parameter": lambda t: torch.nn.Parameter(t, requires_grad=False),
+    "its own parameter": lambda t: OwnParameter(t, requires_grad=False),
+    "its own tensor": lambda t: t.as_subclass(OwnTensor),
+}
+
+
+@pytest.mark.parametrize("of", CLASSES)
 @pytest.mark.parametrize("kind", SHORT)
 @pytest.mark.parametrize("changed", ["x", "weight", "residual"])
-def test_case30_low_latency_linear_names_it(machine: Machine, changed: str, kind: str) -> None:
-    """Whoever computes: our kernel, or the framework, which would crash on a GPU."""
+def test_case30_low_latency_linear_names_it(
+    machine: Machine, changed: str, kind: str, of: str
+) -> None:
+    """Whoever computes: our kernel, or the framework, which would end the process."""
     tensors = {"x": normal((M, K), 1), "weight": normal((N, K), 2), "residual": normal((M, N), 3)}
     where = "cuda" if machine.place == "cuda" else "cpu"  # the fake one takes it for its own
     good = {name: t.to(where) for name, t in tensors.items()}
-    bad = {**good, changed: SHORT[kind](good[changed])}
-    for _ in range(2):
-        for function in (k3cupy.low_latency_linear, k3cupy.try_low_latency_gemm):
+    bad = {**good, changed: CLASSES[of](SHORT[kind](good[changed]))}
+    functions = [k3cupy.low_latency_linear, k3cupy.try_low_latency_gemm]
+    functions += [k3cupy.explain_low_latency_gemm, torch.ops.k3cupy.low_latency_linear]
+    for _ in range(3):
+        for function in functions:
             with pytest.raises(ValueError, match=rf"\A{changed}: expected a storage of \d+ bytes"):
                 function(**bad)
-        k3cupy.try_low_latency_gemm(**good)
-    assert k3cupy.explain_low_latency_gemm(**bad).is_fallback
+        for function in functions[:3]:
+            function(**{**good, changed: CLASSES[of](good[changed])})
+
+
+def test_case30_low_latency_linear_names_it_beside_what_the_framework_alone_reads() -> None:
+    x, weight, residual = normal((M, K), 1), normal((N, K), 2), normal((M, N), 3)
+    freed = resized(residual, 0)
+    for _ in range(2):
+        for function in (k3cupy.low_latency_linear, k3cupy.explain_low_latency_gemm):
+            with pytest.raises(ValueError, match=r"\Aresidual: expected a storage of \d+ bytes"):
+                function(torch._neg_view(x), weight, freed)
+            with pytest.raises(ValueError, match=r"\Aresidual: expected a storage of \d+ bytes"):
+                function(x, weight, torch._neg_view(freed))
+        k3cupy.low_latency_linear(torch._neg_view(x), weight, residual)
+
+
+@pytest.mark.parametrize("changed", ["x", "residual"])
+def test_case30_rows_that_would_have_to_be_copied(changed: str) -> None:
+    """Of three dimensions, in another order: before anybody computes."""
+    given = {
+        "x": normal((3, 2, K), 1),
+        "weight": normal((N, K), 2),
+        "residual": normal((3, 2, N), 3),
+    }
+    given |= {name: given[name].transpose(0, 1) for name in ("x", "residual")}
+    layer = torch.nn.Linear(K, N, bias=False, dtype=BF16).requires_grad_(False)
+    k3cupy.enable_low_latency_gemm(layer)
+    runs: list[Callable[[], Any]] = [lambda: torch.ops.k3cupy.low_latency_linear(**given)]
+    runs += [lambda: layer(given["x"])] if changed == "x" else []
+    for run in runs:
+        run()
+    given[changed].untyped_storage().resize_(0)
+    for run in runs:
+        with pytest.raises(ValueError, match=rf"\A{changed}: expected a storage of \d+ bytes"):
+            run()
 
 
 def test_one_check_of_the_framework_s_calls_serves_every_class() -> None:
@@ -341,11 +396,12 @@ def test_case30_a_layer_whose_weight_was_freed() -> None:
 
 def test_wrappers_of_tensors_go_to_the_framework() -> None:
     """They know how to compute; the address 0 is none of ours."""
-    x, weight = normal((M, K), 1), normal((N, K), 2)
+    x, weight, residual = normal((M, K), 1), normal((N, K), 2), normal((M, N), 3)
     k3cupy.low_latency_linear(x, weight)
-    for given in ((wrapper(x), weight), (x, wrapper(weight))):
+    for given in ((wrapper(x), weight), (x, wrapper(weight)), (x, weight, wrapper(residual))):
         with pytest.raises(Asked):
             k3cupy.low_latency_linear(*given)
+        assert k3cupy.explain_low_latency_gemm(*given).is_fallback
 
 
 # Case 33: values that memory does not hold

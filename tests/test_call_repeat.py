@@ -155,7 +155,7 @@ def test_nested_tensors_behind_repeated_calls(gpu: DispatchDevice, name: str) ->
     launched = len(gpu.records)
     for changed in call.tensors:
         for run in runs:
-            with pytest.raises(TypeError, match=rf"\A{re.escape(changed)}: expected a tensor"):
+            with pytest.raises(TypeError, match=rf"\A{re.escape(changed)}: .* got a nested tensor"):
                 run(**{changed: nested()})
     assert len(gpu.records) == launched
 
@@ -165,7 +165,7 @@ def test_a_nested_residual_where_x_is_the_weight(gpu: DispatchDevice) -> None:
     x = on_gpu(normal((M, K), 1))
     for _ in range(3):
         k3cupy.fused_a_gemm(x, x, on_gpu(normal((M, M), 2)))
-    with pytest.raises(TypeError, match=r"\Aresidual: expected a tensor"):
+    with pytest.raises(TypeError, match=r"\Aresidual: .* got a nested tensor"):
         k3cupy.fused_a_gemm(x, x, nested())
 
 

@@ -21,9 +21,10 @@ from toolchain_helpers import HAS_DISASSEMBLER, NO_DISASSEMBLER, copy_of_sources
 
 import k3cupy
 from k3cupy.choose.table import KERNELS
+from k3cupy.compiling import assembled
 from k3cupy.compiling.looks import OF_SOURCES
 from k3cupy.kernels.mla_decode import UNTUNED
-from k3cupy.runtime import assembled, devices, offline, sources, toolchain
+from k3cupy.runtime import devices, offline, sources, toolchain
 from k3cupy.tuning import cuda_meter
 
 ONE: dict[str, Any] = {"kv_cache": "bf16", "config": UNTUNED}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import timeit
@@ -149,6 +150,20 @@ def test_tensors_of_several_frameworks_have_no_linear() -> None:
     refused(bare, "x", found, operation=run)
 
 
+@pytest.mark.parametrize("changed", ["weight", "residual"])
+@pytest.mark.parametrize("of", ["torch numpy", "numpy torch", "torch jax", "jax numpy"])
+def test_the_framework_of_x_is_that_of_the_others(of: str, changed: str) -> None:
+    makers = {"torch": lambda t: t, "numpy": numpy_of, "jax": jax_of}
+    own, other = of.split()
+    tensors = {"x": normal((4, K), 1), "weight": normal((48, K), 2), "residual": normal((4, 48), 3)}
+    given = {n: makers[other if n == changed else own](t) for n, t in tensors.items()}
+    assert k3cupy.try_low_latency_gemm(**given) is None
+    for options in ({}, {"out_dtype": "float32"}):
+        call = functools.partial(k3cupy.low_latency_linear, **options)
+        told = refused(given, changed, f"^one of {other}", operation=call)
+        assert f"a tensor of {own} like x" in told
+
+
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 @pytest.mark.parametrize("junk", [None, 1.0, [[1.0]], "x"])
 def test_what_is_no_tensor(call: Callable[..., Any], junk: Any) -> None:
@@ -178,6 +193,55 @@ def test_case25_gradients_are_never_lost() -> None:
         out = k3cupy.low_latency_linear(*leaves[: 2 + with_residual])
         out.sum().backward()
         assert all(leaf.grad is not None for leaf in leaves[: 2 + with_residual])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors_are_the_frameworks(layout: torch.layout) -> None:
+    rows, weight = [normal((2, K), 1), normal((3, K), 2)], normal((48, K), 3)
+    x, linear_of = torch.nested.nested_tensor(rows, layout=layout), torch.nn.functional.linear
+    want = [linear_of(row, weight) for row in rows]
+    for _ in range(3):
+        assert k3cupy.try_low_latency_gemm(x, weight) is None
+        for found, wanted in zip(k3cupy.low_latency_linear(x, weight).unbind(), want, strict=True):
+            assert torch.equal(found, wanted)
+        assert k3cupy.low_latency_linear(x, weight, out_dtype="float32").dtype == torch.float32
+    for residual in (linear_of(x, weight), None):
+        choice = k3cupy.explain_low_latency_gemm(x, weight, residual)
+        assert says(choice.reason, "x", r"^a nested tensor\b"), choice
+    added = k3cupy.low_latency_linear(x, weight, linear_of(x, weight))
+    for found, wanted in zip(added.unbind(), want, strict=True):
+        assert torch.equal(found, wanted + wanted)
+    for weight_or_residual in ((x,), (weight, x)):
+        assert k3cupy.try_low_latency_gemm(rows[0], *weight_or_residual) is None
+
+
+def test_the_frameworks_error_has_a_note() -> None:
+    """Which says what no kernel of ours took, in words that name an argument; the text stays."""
+    x, weight = normal((4, K), 1), normal((48, K), 2)
+    for given, found in (((x, weight.half()), "float16"), ((x, weight[:, 1:]), r"\[48, 127\]")):
+        with pytest.raises(RuntimeError) as theirs:
+            torch.nn.functional.linear(*given)
+        with pytest.raises(RuntimeError) as ours:
+            k3cupy.low_latency_linear(*given)
+        assert str(ours.value) == str(theirs.value)
+        if hasattr(ours.value, "add_note"):  # from Python 3.11 on
+            (note,) = ours.value.__notes__
+            assert says(note.removeprefix("k3cupy ran no kernel of its own: "), "weight", found)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+@pytest.mark.parametrize("on_meta", ["x", "weight", "residual", "x weight", "weight residual"])
+def test_meta_tensors_beside_others(call: Callable[..., Any], on_meta: str) -> None:
+    """PyTorch takes them, and returns memory that nobody wrote."""
+    given = {"x": normal((4, K), 1), "weight": normal((48, K), 2), "residual": normal((4, 48), 3)}
+    blamed = on_meta.split()
+    for name in blamed:
+        given[name] = given[name].to("meta")
+    for _ in range(2):
+        refused(given, blamed[0], "^device meta$", operation=call)
+        call(*(normal(t.shape, 1) for t in given.values()))
+        call(*(t.to("meta") for t in given.values()))
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -72,7 +73,9 @@ for n in ("x", "weight", "residual", "out"):
     blamed = "weight" if n == "x" else n
     make(f"case23-{n}-half", n, lambda t: t.to(FP16), "float16", blamed, SKINNY)
     make(f"meta-{n}", n, lambda t: t.to("meta"), "meta", ".*")
-    make(f"sparse-{n}", n, lambda t: t.to_sparse(), "sparse|storage")
+    make(f"sparse-{n}", n, lambda t: t.to_sparse(), "^layout torch.sparse_coo$")
+    jagged = functools.partial(torch.nested.nested_tensor, layout=torch.jagged)
+    make(f"jagged-{n}", n, lambda t, j=jagged: j([t]), "^a nested tensor$")
     put(f"list-{n}", n, [[1.0]], "list")
 for n in ("x", "weight"):
     put(f"none-{n}", n, None, "None")

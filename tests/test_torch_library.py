@@ -14,8 +14,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gemm_helpers import normal
-from helpers import BF16
+from helpers import BF16, FP16
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -98,6 +99,90 @@ def test_residual_of_another_shape() -> None:
     x, weight = normal((2, 3, K), 1), normal((N, K), 2)
     with pytest.raises(ValueError, match=r"residual: expected shape \[2, 3, 48\], got shape"):
         OPERATOR(x, weight, normal((6, N), 3))
+
+
+@pytest.mark.parametrize("of_residual", [(), (N,), (1, N), (3, N), (3, 1), (2, 1, N)], ids=str)
+@pytest.mark.parametrize("of_x", [(3,), (2, 3)], ids=str)
+def test_a_residual_for_several_rows_as_the_function_takes_it(
+    of_x: tuple[int, ...], of_residual: tuple[int, ...]
+) -> None:
+    x, weight = normal((*of_x, K), 1), normal((N, K), 2)
+    residual = torch.full(of_residual, 0.5, dtype=BF16)
+    if len(of_residual) <= x.dim():
+        assert torch.equal(
+            OPERATOR(x, weight, residual), k3cupy.low_latency_linear(x, weight, residual)
+        )
+        residual.requires_grad_()
+        OPERATOR(x, weight, residual).float().sum().backward()
+        assert residual.grad.shape == of_residual
+
+
+FP32 = torch.float32
+CALLS: dict[str, tuple[Any, ...]] = {
+    "plain": (((3, K), BF16), ((N, K), BF16)),
+    "of a sequence": (((2, 3, K), BF16), ((N, K), BF16), ((2, 3, N), BF16)),
+    "a row": (((K,), BF16), ((N, K), BF16), ((N,), BF16)),
+    "of no rows": (((0, K), BF16), ((N, K), BF16), ((0, N), BF16)),
+    "of float32": (((3, K), FP32), ((N, K), FP32), ((3, N), FP32)),
+    "a scalar": (((2, 3, K), BF16), ((N, K), BF16), ((), BF16)),
+    "one row for all": (((2, 3, K), BF16), ((N, K), BF16), ((N,), BF16)),
+    "rows for each": (((2, 3, K), BF16), ((N, K), BF16), ((3, N), BF16)),
+    "a column": (((3, K), BF16), ((N, K), BF16), ((3, 1), BF16)),
+    "a weight of one dimension": (((3, K), BF16), ((K,), BF16)),
+    "of a sequence, a weight of one dimension": (((2, 3, K), BF16), ((K,), BF16)),
+    "a product of two rows": (((K,), BF16), ((K,), BF16)),
+    "another type": (((3, K), FP16), ((N, K), BF16)),
+    "a wide residual": (((3, K), BF16), ((N, K), BF16), ((3, N + 1), BF16)),
+    "a residual of more rows": (((3, K), BF16), ((N, K), BF16), ((2, 3, N), BF16)),
+    "a residual of another type": (((3, K), BF16), ((N, K), BF16), ((3, N), FP32)),
+    "a residual of other rows": (((2, 3, K), BF16), ((N, K), BF16), ((3, 2, N), BF16)),
+    "another width": (((3, K), BF16), ((N, K + 1), BF16)),
+    "another width of one dimension": (((3, K), BF16), ((K + 1,), BF16)),
+    "a residual and one dimension": (((3, K), BF16), ((K,), BF16), ((3,), BF16)),
+    "a residual and one dimension of a sequence": (((2, 3, K), BF16), ((K,), BF16), ((2, 3), BF16)),
+    "a residual and one dimension each": (((K,), BF16), ((K,), BF16), ((), BF16)),
+    "a weight of three dimensions": (((3, K), BF16), ((2, N, K), BF16)),
+    "a weight of none": (((3, K), BF16), ((), BF16)),
+    "an x of none": (((), BF16), ((N, K), BF16)),
+}
+
+
+@pytest.mark.parametrize("out_dtype", [None, torch.float32])
+@pytest.mark.parametrize("name", CALLS)
+def test_without_values_it_takes_and_refuses_what_it_does_with_them(
+    name: str, out_dtype: Any
+) -> None:
+    """Of meta tensors and of fake ones: the layout of the result, or an error."""
+
+    def seen(device: str) -> Any:
+        given = [torch.ones(shape, dtype=kind, device=device) for shape, kind in CALLS[name]]
+        try:
+            out = OPERATOR(*given, out_dtype=out_dtype)
+        except (RuntimeError, TypeError, ValueError):
+            return "refused"
+        return out.shape, out.dtype, out.stride()
+
+    want = seen("cpu")
+    assert seen("meta") == want
+    with FakeTensorMode():
+        assert seen("cpu") == want
+
+
+@pytest.mark.parametrize("changed", ["weight", "residual"])
+def test_without_values_it_refuses_another_device(changed: str) -> None:
+    shapes = {"x": (3, K), "weight": (N, K), "residual": (3, N)}
+    with FakeTensorMode():
+        given = {n: torch.ones(s, dtype=BF16, device="cuda") for n, s in shapes.items()}
+        assert OPERATOR(**given).device == torch.device("cuda:0")
+        given[changed] = torch.ones(shapes[changed], dtype=BF16)
+        with pytest.raises(
+            ValueError, match=rf"{changed}: expected device cuda:0 like x, got .*cpu"
+        ):
+            OPERATOR(**given)
+    for on_meta in ("x", changed):
+        given = {n: normal(s, 1).to("meta" if n == on_meta else "cpu") for n, s in shapes.items()}
+        with pytest.raises(ValueError, match=rf"\A{on_meta}: expected .* got device meta"):
+            OPERATOR(**given)
 
 
 @pytest.mark.parametrize("shape", [(3,), (), (2, 3)], ids=str)

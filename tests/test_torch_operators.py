@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import helpers
 import numpy as np
+import oracle
 import pytest
 import torch
 import torch.nn.functional as F
@@ -222,6 +223,33 @@ def test_operators_on_the_meta_device() -> None:
     assert (out.shape, out.dtype, out.device.type) == ((M, 3, 576), torch.float8_e4m3fn, "meta")
     with pytest.raises(ValueError, match=r"weight: expected shape \[N, 128\] like x, got"):
         OURS.fused_a_gemm(torch.empty(3, K, dtype=BF16), torch.empty(N, K + 1).to("meta", BF16))
+
+
+def test_meta_tensors_beside_others() -> None:
+    """The error of the function; else PyTorch would return memory that nobody wrote."""
+    for label, operator, given, _ in each_operator_once():
+        tensors = {n: t for n, t in given.items() if isinstance(t, torch.Tensor)}
+        before = {n: oracle.bits(t.clone()) for n, t in tensors.items()}
+        for name, tensor in tensors.items():
+            all_others = {n: t if n == name else t.to("meta") for n, t in tensors.items()}
+            for changed in ({name: tensor.to("meta")}, all_others):
+                on_meta = [n for n, t in changed.items() if t.is_meta]
+                with pytest.raises(ValueError, match=r"\A\w+: .* got device meta\Z") as caught:
+                    getattr(operator, "out" if "out" in given else "default")(
+                        **{**given, **changed}
+                    )
+                assert str(caught.value).partition(":")[0] in on_meta, label
+        for name, tensor in tensors.items():
+            oracle.assert_same_bits(oracle.bits(tensor), before[name], f"{name} of {label}")
+
+
+def test_a_scalar_of_the_cpu_beside_meta_tensors() -> None:
+    """PyTorch takes those on any device."""
+    call = mla_call(FORMS["decode-fp8"]).on("meta")
+    given = {n: t for n, t in of_operator(call).items() if not n.endswith("_value")}
+    scales = {"q_scale_inv": torch.tensor(0.5), "cache_scale_inv": torch.tensor(0.5)}
+    out = OURS.fused_mla_decode_q_concat_kv_cache_insert(**given, **scales)
+    assert (out.shape, out.device.type) == ((M, 3, 576), "meta")
 
 
 def test_importing_the_operators_again_registers_nothing_twice() -> None:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from k3cupy.compiling import looks
+from k3cupy.compiling.assembled import parameter_sizes, taken, warnings_of
 from k3cupy.compiling.report import CompiledKernel, CompileReport
 from k3cupy.compiling.times import timed
 from k3cupy.ops.warmup import OPERATIONS
 from k3cupy.runtime import devices, offline, sources, toolchain
-from k3cupy.runtime.assembled import parameter_sizes, taken, warnings_of
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import CompileError, ToolchainError, reject, shown
 from k3cupy.runtime.instances import Instance, threads_of

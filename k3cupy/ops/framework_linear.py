@@ -19,36 +19,46 @@ def linear(x: Any, weight: Any, residual: Any, stream: Any, float32_out: bool) -
         TypeError: the tensors are of no framework with a linear, or of several.
     """
     torch = pytorch()
+    if torch is None or not (
+        isinstance(x, torch.Tensor)
+        and isinstance(weight, torch.Tensor)
+        and (residual is None or isinstance(residual, torch.Tensor))
+    ):
+        framework = _framework_of({"x": x, "weight": weight, "residual": residual})
+        if stream is not None and framework == "cupy":
+            with streams.current_for_cupy(streams.handle_of(stream), x.device.id):
+                return _array_linear(x, weight, residual, float32_out)
+        return _array_linear(x, weight, residual, float32_out)
     of_torch = torch_float32 if float32_out else torch_linear
-    if torch is not None and isinstance(x, torch.Tensor):
-        device = x.device.index if x.device.type == "cuda" else None
-        if stream is None or device is None:
-            return of_torch(torch, x, weight, residual)
-        handle = streams.handle_of(stream)
-        with outputs.allocated_for("torch", device, handle):
-            out = of_torch(torch, x, weight, residual)
-        outputs.keep_for_stream([x, weight, residual], device, handle)
-        return out
-    views = {"x": producers.view(x, "x"), "weight": producers.view(weight, "weight")}
-    if residual is not None:
-        views["residual"] = producers.view(residual, "residual")
-    framework = views["x"].framework
-    for name, v in views.items():
-        if v.framework != framework or framework not in ("numpy", "cupy", "jax"):
-            frameworks = "PyTorch, CuPy, NumPy or JAX"
-            expected = f"a tensor of {frameworks} like the others, for its linear has to run here"
+    device = x.device.index if x.device.type == "cuda" else None
+    if stream is None or device is None:
+        return of_torch(torch, x, weight, residual)
+    handle = streams.handle_of(stream)
+    with outputs.allocated_for("torch", device, handle):
+        out = of_torch(torch, x, weight, residual)
+    outputs.keep_for_stream([x, weight, residual], device, handle)
+    return out
+
+
+def _framework_of(given: dict[str, Any]) -> str:
+    """Return the framework of x, which must be that of the others and have a linear."""
+    found = {name: producers.view(t, name).framework for name, t in given.items() if t is not None}
+    framework, what = found["x"], "PyTorch, CuPy, NumPy or JAX"
+    for name, other in found.items():
+        if other != framework or framework not in ("torch", "numpy", "cupy", "jax"):
+            expected = f"a tensor of {what}, whose linear has to run here"
             hint = "explain_low_latency_gemm says why no kernel runs"
-            reject(name, expected, f"one of {v.framework}", hint, TypeError)
-    if stream is not None and framework == "cupy":
-        with streams.current_for_cupy(streams.handle_of(stream), views["x"].device_index):
-            return _array_linear(x, weight, residual, float32_out)
-    return _array_linear(x, weight, residual, float32_out)
+            reject(name, expected, f"one of {other}", hint, TypeError)
+        what = f"{framework} like x"
+    return framework
 
 
 def torch_linear(torch: Any, x: Any, weight: Any, residual: Any) -> Any:
     """Multiply and add as PyTorch does."""
     if residual is None:
         return torch.nn.functional.linear(x, weight)
+    if x.is_nested:  # of such PyTorch has no addmm
+        return torch.nn.functional.linear(x, weight) + residual
     if x.dim() == 2 or weight.dim() != 2:
         return torch.addmm(residual, x, weight.t())
     n, k = weight.shape
@@ -76,14 +86,14 @@ def torch_float32(
     with torch.autocast(where, enabled=False):  # it would round
         if not narrow:
             out = linear(x, weight)
-        elif stored and not follows and x.dim() and weight.dim() == 2:
+        elif stored and not follows and not x.is_nested and x.dim() and weight.dim() == 2:
             rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
             out = torch.mm(rows, weight.t(), out_dtype=torch.float32)
             out = out.view(*x.shape[:-1], weight.shape[0])
         else:
             out = linear(x.float(), weight.float())
         if residual is not None:
-            out = out + residual.expand(out.shape)
+            out = out + (residual if x.is_nested else residual.expand(out.shape))
         return out.float()
 
 

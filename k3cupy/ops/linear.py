@@ -18,7 +18,7 @@ from k3cupy.choose.gemm import ALL, FUSED_A, NOT_INVARIANT, SKINNY, choose
 from k3cupy.kernels.fused_a_gemm import why_not_mapped
 from k3cupy.ops import batch_invariance, framework_linear, fused_a_gemm, skinny_gemm
 from k3cupy.ops.dispatch_report import Counter, counter_of, counters
-from k3cupy.runtime import devices, producers, sources, tracing
+from k3cupy.runtime import devices, producers, sources, storages, tracing
 from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import CaptureError, MissingError, ToolchainError
 from k3cupy.runtime.tensors import ALIGNMENT, is_traced, pytorch, span
@@ -63,7 +63,8 @@ def try_low_latency_gemm(
 
     Raises:
         TypeError: an argument is no tensor, or a flag no bool.
-        ValueError: the storage of a tensor was freed, or ends before the tensor does.
+        ValueError: the storage of a tensor was freed, or ends before the tensor does; or one is on
+            the meta device beside others that are not.
         CaptureError: the kernel is not loaded and the stream is capturing a graph.
         CompileError: the compiler refused the kernel; the text says why.
         ToolchainError: the edited sources are not there, or K3CUPY_NO_COMPILE forbids to compile.
@@ -111,7 +112,8 @@ def low_latency_linear(
     Raises:
         TypeError, ValueError, CaptureError, CompileError, ToolchainError: as
             ``try_low_latency_gemm``.
-        Exception: what the framework's linear raises for shapes and types that it does not take.
+        Exception: what the framework's linear raises for shapes and types that it does not take;
+            from Python 3.11 on a note says why no kernel of ours took them.
 
     Example:
         >>> import torch, k3cupy
@@ -121,7 +123,13 @@ def low_latency_linear(
     out = _run((x, weight, residual, None), batch_invariant, weight_is_static, stream, out_dtype)
     if out is not None:
         return out
-    return framework_linear.linear(x, weight, residual, stream, out_dtype is not None)
+    try:
+        return framework_linear.linear(x, weight, residual, stream, out_dtype is not None)
+    except Exception as error:
+        if hasattr(error, "add_note"):  # from Python 3.11 on
+            _, choice = _decide((x, weight, residual, None), False, weight_is_static, out_dtype)
+            error.add_note(f"k3cupy ran no kernel of its own: {choice.reason}")
+        raise
 
 
 def explain_low_latency_gemm(
@@ -142,7 +150,7 @@ def explain_low_latency_gemm(
         Kernel, configuration, and the reason: of a fall-back what keeps the call from our kernels.
 
     Raises:
-        TypeError: an argument is no tensor.
+        TypeError, ValueError: as ``try_low_latency_gemm`` for its tensors.
 
     Example:
         >>> import torch, k3cupy
@@ -357,8 +365,7 @@ def make_route(
 def _framework_route(choice: Choice, values: Values) -> _Route:
     if choice.runs_on == "cpu":
         sources.warn_unused()
-    check = producers.storage_check(OURS.arguments.names, values)
-    check(values)  # or one storage that is too short would send every call of its signature here
+    check = storages.storage_check(OURS.arguments.names, values)
     return _Route(_counter_of(choice, values), check, _repeat_of_framework, None)
 
 
@@ -411,6 +418,7 @@ def _decide(
         for name, value in zip(OURS.arguments.names, values, strict=True):
             if value is not None or name in OURS.arguments.required:
                 producers.check(value, name)  # what is no tensor at all is the caller's mistake
+        storages.check_values(OURS.arguments.names, values)  # so is what nobody can read
         return None, _fallback(error, batch_invariant, values)
     try:
         gpu = gpu or devices.info(problem.x.device_index)
@@ -446,8 +454,9 @@ def _fallback(error: Exception, batch_invariant: bool, values: Values) -> Choice
 
 
 def _counter_of(choice: Choice, values: Values) -> Counter:
-    x: Any = getattr(values[0], "shape", ())
-    weight: Any = getattr(values[1], "shape", ())
+    first, second, *_ = values  # a nested one has a shape of no numbers, if any
+    x: Any = () if getattr(first, "is_nested", False) else getattr(first, "shape", ())
+    weight: Any = () if getattr(second, "is_nested", False) else getattr(second, "shape", ())
     num_tokens, k = x if len(x) == 2 else (0, 0)
     n = weight[0] if len(weight) == 2 else 0
     return counters.get((choice, n, k, num_tokens)) or counter_of(choice, n, k, num_tokens)

@@ -23,11 +23,9 @@ from k3cupy.runtime import dlpack, streams
 from k3cupy.runtime.tensors import (
     ALIGNMENT,
     TensorView,
-    check_memory,
     is_number,
     itemsize,
     pytorch,
-    span,
 )
 
 Probe = tuple[int, Hashable, object]
@@ -48,9 +46,13 @@ def _check_values(t: Any) -> None:
     Raises:
         BufferError: the text says what it is, and what to pass.
     """
+    torch = sys.modules["torch"]  # which is whole where there are tensors of it
+    if t.is_nested:
+        raise BufferError("a nested tensor. Pass its rows in one dense tensor")
+    if t.layout is not torch.strided:
+        raise BufferError(f"layout {t.layout}. Pass its to_dense()")
     if t.is_neg():
         raise BufferError("a view that carries the negative bit. Pass its resolve_neg()")
-    torch = sys.modules["torch"]  # which is whole where there are tensors of it
     forward_ad, library = torch.autograd.forward_ad, torch._C
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
         raise BufferError(
@@ -83,6 +85,10 @@ def _view_torch(t: Any) -> TensorView:
         framework="torch",
         room=max(t.untyped_storage().nbytes() - t.storage_offset() * t.element_size(), 0),
     )
+
+
+def _probe_jagged(*_: Any) -> Probe:
+    raise BufferError("a nested tensor, some of whose sizes are no numbers")
 
 
 @functools.cache
@@ -277,6 +283,9 @@ _TORCH = Handlers(None, _view_torch)
 _NUMPY = Handlers(_probe_numpy, _view_numpy)
 _CUPY = Handlers(_probe_cupy, _view_cupy)
 _DLPACK = Handlers(_probe_dlpack, _view_dlpack)
+_JAGGED = Handlers(_probe_jagged, _view_torch)
+"""Of a class that is known as none of PyTorch's, so that nobody reads its tensors in line."""
+
 _LAYOUT = Handlers(_probe_dlpack, lambda v: v)
 """Of a view itself, which may be validated. It has no memory, and no export to be probed."""
 
@@ -296,7 +305,8 @@ def _resolve(cls: type) -> Handlers | None:
     """Find the producer of a class without importing any framework: its base classes tell."""
     torch = pytorch()
     if torch is not None and issubclass(cls, torch.Tensor):
-        return _TORCH
+        nested = sys.modules.get("torch.nested._internal.nested_tensor")
+        return _JAGGED if nested and issubclass(cls, nested.NestedTensor) else _TORCH
     if cls is TensorView:
         return _LAYOUT
     for base in cls.__mro__:
@@ -410,30 +420,6 @@ def probe_all(
             signature.append(layout)
             owners.append(owner)
     return addresses, signature, owners
-
-
-def storage_check(names: tuple[str, ...], values: tuple[Any, ...]) -> Callable[..., None]:
-    """Return what refuses plain tensors of PyTorch that reach beyond their storage.
-
-    Nobody can read those. Of other classes only their framework knows where they lie.
-
-    Args:
-        names: of the arguments.
-        values: of one call; the check is for all that have its signature.
-    """
-    read = [(i, t, t.element_size()) for i, t in enumerate(values) if type(t) in torch_types]
-    spans = [(i, size, span(t.shape, t.stride(), size)) for i, t, size in read]
-    torch = sys.modules.get("torch")
-    plain = (torch.Tensor, torch.nn.Parameter) if torch and read else ()
-
-    def check(values: tuple[Any, ...], *_: Any) -> None:
-        """Raise a ValueError whose text names the argument."""
-        for i, size, needed in spans:
-            t = values[i]
-            if type(t) in plain and t.storage_offset() * size + needed > len(t.untyped_storage()):
-                check_memory(names[i], _view_torch(t))
-
-    return check
 
 
 def is_on_cpu(obj: Any) -> bool:

@@ -6,7 +6,7 @@ import ctypes
 import numbers
 import sys
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -155,14 +155,19 @@ def itemsize(dtype: str) -> int:
 def check_memory(name: str, v: TensorView) -> None:
     """Refuse a tensor with elements and without memory, or with less than they take."""
     if v.room is not None and v.room < v.span:
-        expected = f"a storage of {v.span} bytes from its first element on"
-        hint = "It was freed or shrunk behind the tensor, for example by sharding"
-        reject(name, expected, f"{v.room}", hint)
+        refuse_short(name, v.span, v.room)
     if v.size and not v.address:
         hint = "Of a wrapper, such as a DTensor, pass the local tensor; a fake tensor has none"
         reject(name, "a tensor with memory of its own", "a tensor without any", hint)
     if v.address + v.span >= _NO_ADDRESS:
         reject(name, "a tensor that ends below 2^63", f"address 0x{v.address:x}, {v.span} bytes")
+
+
+def refuse_short(name: str, needed: int, room: int) -> NoReturn:
+    """Refuse a tensor whose storage has fewer bytes, from its first element on, than it takes."""
+    expected = f"a storage of {needed} bytes from its first element on"
+    hint = "It was freed or shrunk behind the tensor, for example by sharding"
+    reject(name, expected, f"{room}", hint)
 
 
 def pytorch() -> Any:

@@ -201,7 +201,7 @@ def _default(option: str) -> bool | None:
     return None if option in NONE_BY_DEFAULT else False
 
 
-def _seen(value: Any) -> Any:
+def _seen(value: Any, on_cpu: bool) -> Any:
     """Return what validation sees of a tensor of a trace: its layout, and an aligned address.
 
     A size that is a symbol has the value that it has in the call which is traced. So nothing is
@@ -210,14 +210,13 @@ def _seen(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return _hint(value)
     shape, strides = tuple(map(_hint, value.shape)), tuple(map(_hint, value.stride()))
-    kind = "cpu" if value.is_meta else value.device.type
     return TensorView(
         address=0 if 0 in shape else ALIGNMENT,
         shape=shape,
         strides=strides,
         dtype=str(value.dtype).removeprefix("torch."),
         itemsize=value.element_size(),
-        device_type=kind,
+        device_type="cpu" if on_cpu else value.device.type,
         device_index=value.device.index or 0,
         readonly=False,
         requires_grad=value.requires_grad,
@@ -245,11 +244,14 @@ def _accepted(operation: Operation, tensors: Sequence[Any], options: Mapping[str
     Where nobody knows a size yet, as of tokens that the data count, it is no reason to refuse: it
     may come to be the size beside which it is held. It is looked at when the operator runs.
     """
-    views = tuple(map(_seen, tensors))
+    # Those of the meta device stand for tensors of any other, if there are no others.
+    given = [t for t in tensors if isinstance(t, Tensor)]
+    is_meta = any(t.is_meta for t in given) and all(t.is_meta or not t.dim() for t in given)
+    views = tuple([_seen(t, is_meta) for t in tensors])
     try:
         return operation.accept(views, options)
     except (TypeError, ValueError):
-        sizes = [size for t in tensors if isinstance(t, Tensor) for size in t.shape]
+        sizes = [size for t in given for size in t.shape]
         known = {_hint(size) for size in sizes if _is_known(size)}
         for number in () if all(map(_is_known, sizes)) else sorted(known):
             seen = tuple([_with(number, *pair) for pair in zip(tensors, views, strict=True)])

@@ -18,7 +18,7 @@ from k3cupy.call.plans import PlanCache, stamp
 from k3cupy.call.repeat import MISS
 from k3cupy.ops import linear
 from k3cupy.ops.batch_invariance import resolved
-from k3cupy.runtime import streams, tracing
+from k3cupy.runtime import storages, streams, tracing
 from k3cupy.runtime.errors import reject
 
 
@@ -63,13 +63,15 @@ def linear_of_any_rank(
         )
     else:
         shape = (*x.shape[:-1], *weight.shape[:-1])
-        if residual is not None and residual.shape != shape:
-            reject("residual", f"shape {list(shape)}", f"shape {list(residual.shape)}")
-        rows = _as_rows(x)
+        if residual is not None:
+            _check_matrix(weight)
+            if residual.shape != shape:
+                residual = _expanded(residual, shape)
+        rows = _rows_of("x", x)
         out = linear.low_latency_linear(
             rows,
             weight,
-            None if residual is None else _as_rows(residual),
+            None if residual is None else _rows_of("residual", residual),
             batch_invariant=batch_invariant,
             weight_is_static=static,
             out_dtype=out_dtype,
@@ -192,6 +194,32 @@ def _as_rows(t: Tensor) -> Tensor:
     return t.reshape(t.shape[:-1].numel(), t.shape[-1])
 
 
+def _check_matrix(weight: Tensor) -> None:
+    if weight.dim() != 2:
+        reject("weight", "shape [N, K] beside a residual", f"shape {list(weight.shape)}")
+
+
+def _expanded(residual: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a residual in the shape of the output; it may be one for every row."""
+    own = residual.shape
+    pairs = zip(own[::-1], shape[::-1], strict=False)
+    fits = [(type(extent) is int and extent == 1) or extent == wanted for extent, wanted in pairs]
+    for is_fit in (len(own) <= len(shape), *fits):
+        torch._check_value(
+            is_fit, lambda: f"residual: expected shape {list(shape)}, got shape {list(own)}"
+        )
+    return residual.expand(shape)
+
+
+def _rows_of(name: str, t: Tensor) -> Tensor:
+    """Return the rows of an argument; where they have to be copied, their memory must be there."""
+    try:
+        return t.view(t.shape[:-1].numel(), t.shape[-1])
+    except RuntimeError:
+        storages.check_values((name,), (t,))
+        return _as_rows(t)
+
+
 def _operator(*arguments: Any) -> Tensor:
     refuse_forward_mode("x")
     return linear_of_any_rank(*arguments)
@@ -218,15 +246,31 @@ def _shape_of(
     batch_invariant: bool | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return a tensor like the operator's result, for tracing."""
+    """Return a tensor like the operator's result, for tracing; refuse what PyTorch's linear would.
+
+    PyTorch does not, of tensors without values: it compares fewer of their types.
+    """
     refuse_forward_mode("x")
     if out_dtype is not None:
         out_dtype_of(out_dtype)
+    given = {"x": x, "weight": weight} | ({} if residual is None else {"residual": residual})
+    storages.check_meta(tuple(given), tuple(given.values()))
     torch._check(
-        weight.dim() == 2 and x.dim() > 0 and x.shape[-1] == weight.shape[1],
+        x.dim() > 0 and weight.dim() in (1, 2) and x.shape[-1] == weight.shape[-1],
         lambda: f"weight: expected shape [N, K] for x {list(x.shape)}, got {list(weight.shape)}",
     )
-    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype or x.dtype)
+    for name, t in given.items():
+        if t.device != x.device:
+            reject(name, f"device {x.device} like x", f"device {t.device}", "Move it there first")
+        if t.dtype != x.dtype and (name == "weight" or out_dtype is None):
+            expected, found = (str(kind).removeprefix("torch.") for kind in (x.dtype, t.dtype))
+            reject(name, f"{expected} like x", found, error=TypeError)
+    shape = (*x.shape[:-1], *weight.shape[:-1])
+    if residual is not None:
+        if x.dim() != 2 or out_dtype is None:
+            _check_matrix(weight)
+        _expanded(residual, shape)
+    return x.new_empty(shape, dtype=out_dtype or x.dtype)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
