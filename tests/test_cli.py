@@ -339,6 +339,28 @@ def test_show_config_where_there_is_no_home(monkeypatch: pytest.MonkeyPatch) -> 
     assert k3cupy.config_info()["cache"].startswith("unknown: ")
 
 
+def test_show_config_tells_that_kernels_are_not_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "kernels"))
+    assert k3cupy.config_info()["problems"] == [], "it will be made"
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels").chmod(0o777)
+    (told,) = k3cupy.config_info()["problems"]
+    assert told.startswith("compiled kernels are not kept: ") and "`chmod go-w` it" in told
+    monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "1")
+    assert k3cupy.config_info()["problems"] == []
+
+
+def test_a_command_warns_without_a_line_of_python(capfd: pytest.CaptureFixture[str]) -> None:
+    """In a process of its own, for pytest collects warnings."""
+    code = "import warnings, k3cupy.cli as cli; "
+    code += "cli.k3cupy.show_config = lambda: warnings.warn('of\\nnothing'); "
+    code += "cli.main(['show-config'])"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+    assert capfd.readouterr().err == "Warning: of\nnothing\n"
+
+
 # warmup
 
 

@@ -133,6 +133,7 @@ def test_explain_of_the_epilogues() -> None:
             "gpu: expected a GPU that has kernels of low_latency_linear, got NVIDIA A10",
         ),
         ("compile --gpu h2", 1, "gpu: expected a100, h100, "),
+        ("tune --op mla_decode --no-residual --dry-run --gpu h200", 2, "--residual and --no-res"),
         ("tune --gpu h200 --shape 16x16", 2, "--gpu is of --dry-run and --import"),
         ("tune --dry-run --gpu h2 --shape 16x16", 1, "gpu: expected a100, h100, "),
         ("tune --dry-run", 1, "options are --shape, --preset and --from-module"),

@@ -460,7 +460,8 @@ def test_what_a_gpu_that_is_not_here_would_run(gpu: Any) -> None:
     assert k3cupy.explain_fused_a_gemm(x, weight, gpu=gpu) == told
     assert k3cupy.explain_skinny_gemm(x, weight, gpu=gpu).kernel == "skinny"
     apart = torch.ones(16, 7169, dtype=BF16)[:, :7168]
-    assert "row stride" in k3cupy.explain_low_latency_gemm(apart, weight, gpu=gpu).reason
+    fallen = k3cupy.explain_low_latency_gemm(apart, weight, gpu=gpu)
+    assert "row stride" in fallen.reason and fallen.runs_on == "cuda"
     assert k3cupy.explain_low_latency_gemm(x, weight).runs_on == "cpu", "without it nothing changes"
 
 

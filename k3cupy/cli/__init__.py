@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import warnings
 from typing import Any
 
 import click
@@ -21,6 +22,9 @@ class _Commands(click.Group):
 
     def invoke(self, context: click.Context) -> Any:
         """Run a command."""
+        before = warnings.formatwarning
+        if not sys.flags.dev_mode:
+            warnings.formatwarning = _in_words
         try:
             return super().invoke(context)
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
@@ -32,6 +36,13 @@ class _Commands(click.Group):
             if not told:
                 told = f"{type(error).__name__}: {error}. `python -X dev -m k3cupy` shows where"
             raise click.ClickException(told) from error
+        finally:
+            warnings.formatwarning = before
+
+
+def _in_words(message: Warning | str, *_: Any, **__: Any) -> str:
+    """Return a warning without the line of Python that it names, which is none of the user's."""
+    return f"Warning: {message}\n"
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

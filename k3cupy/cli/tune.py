@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from k3cupy.cli.options import (
     OutFile,
@@ -24,6 +25,7 @@ from k3cupy.tuning import files
 from k3cupy.tuning import tune as tuning
 
 _INTERRUPTED = 130
+_LINEAR = "low_latency_linear"
 
 
 def _part(context: click.Context, parameter: click.Parameter, text: str | None) -> slice | None:
@@ -41,7 +43,7 @@ def _part(context: click.Context, parameter: click.Parameter, text: str | None) 
 @click.option(
     "--op",
     type=click.Choice(list(tuning.FAMILY_OF)),
-    default="low_latency_linear",
+    default=_LINEAR,
     show_default=True,
     help="Whose configurations.",
 )
@@ -98,6 +100,9 @@ def tune(
     if gpu is not None and not dry_run and source is None:
         told = "--gpu is of --dry-run and --import: what is measured is this machine's GPU"
         raise click.UsageError(told)
+    source_of = click.get_current_context().get_parameter_source
+    if op != _LINEAR and source_of("residual") is ParameterSource.COMMANDLINE:
+        raise click.UsageError(f"--residual and --no-residual are of --op {_LINEAR}")
     try:
         if part is not None:
             if options["preset"] is None:

@@ -419,7 +419,7 @@ def _decide(
             if value is not None or name in OURS.arguments.required:
                 producers.check(value, name)  # what is no tensor at all is the caller's mistake
         storages.check_values(OURS.arguments.names, values)  # so is what nobody can read
-        return None, _fallback(error, batch_invariant, values)
+        return None, _fallback(error, batch_invariant, values, elsewhere=gpu is not None)
     try:
         gpu = gpu or devices.info(problem.x.device_index)
     except ToolchainError as error:
@@ -447,9 +447,11 @@ def _completed(
     return _OPERATIONS[choice.kernel].complete(problem, choice, has_pdl)
 
 
-def _fallback(error: Exception, batch_invariant: bool, values: Values) -> Choice:
+def _fallback(
+    error: Exception, batch_invariant: bool, values: Values, *, elsewhere: bool = False
+) -> Choice:
     reason = str(error) + (NOT_INVARIANT if batch_invariant else "")
-    on_cpu = producers.is_on_cpu(values[0])
+    on_cpu = not elsewhere and producers.is_on_cpu(values[0])
     return Choice(FRAMEWORK, None, reason, runs_on="cpu" if on_cpu else "cuda")
 
 

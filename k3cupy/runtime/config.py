@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from k3cupy.runtime import bundles, devices, env, sources, toolchain
+from k3cupy.runtime import binaries, bundles, devices, env, sources, toolchain
 from k3cupy.runtime.errors import ToolchainError
 from k3cupy.runtime.text import printable
 
@@ -81,7 +81,7 @@ def show_config(file: IO[str] | None = None) -> None:
     for name, value in rows:
         if name in ("problems", "bundles", "variables") and not value:
             continue
-        values = value if isinstance(value, list) else [value]
+        values = value or ["none"] if isinstance(value, list) else [value]
         # CuPy's reasons are several lines, and one is behind many a row.
         same = f"unknown: {info['why']}"
         told = ("unknown, for that reason" if text == same else text for text in values)
@@ -129,6 +129,13 @@ def _how_kernels_come(archs: set[str]) -> str:
 def _problems() -> Iterator[str]:
     """Yield what is set and means nothing, and what is installed and does not fit together."""
     yield from env.problems()
+    try:
+        if not toolchain.in_memory():
+            binaries.trusted(toolchain.cache_directory())
+    except FileNotFoundError:  # a folder that is not there is made
+        pass
+    except OSError as error:
+        yield f"compiled kernels are not kept: {error}. Set CUPY_CACHE_DIR to a folder of your own"
     cupys = [name for name in _CUPYS if _installed(name)]
     if len(cupys) > 1:
         yield (
