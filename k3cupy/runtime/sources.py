@@ -134,12 +134,11 @@ def directory() -> Path:
         return shipped()
     path = _folder(folder)
     if path is None:
-        name, hint = "K3CUPY_SOURCE_DIR", "Unset it to use the sources that came with the package"
+        told = f"expected a folder with CUDA sources, got {folder!r:.300}"
         if override.get() is not None:
-            name, hint = "source_dir", "It was there when the `with` block began"
-        raise ToolchainError(
-            f"{name}: expected a folder with CUDA sources, got {folder!r:.300}. {hint}"
-        )
+            raise ToolchainError(f"source_dir: {told}. It was there when the `with` block began")
+        hint = "Unset it to use the sources that came with the package"
+        raise ToolchainError(f"K3CUPY_SOURCE_DIR: {told}. {hint}")
     return path
 
 

@@ -5,7 +5,6 @@ Importing this imports no distributed part of PyTorch: where nobody did, there a
 
 from __future__ import annotations
 
-import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -50,13 +49,20 @@ class Part(NamedTuple):
 
 
 def _kinds() -> Any:
-    """Return the module of DTensors, or None where it has not been imported."""
-    return sys.modules.get("torch.distributed.tensor")
+    """Return the module of DTensors, of which there are some."""
+    import torch.distributed.tensor
+
+    return torch.distributed.tensor
 
 
 def is_shard(weight: Any) -> bool:
-    """Return whether a weight is a DTensor; PyTorch 2.4 has them elsewhere, and they count not."""
-    return type(weight) is getattr(_kinds(), "DTensor", ())
+    """Return whether a weight is a DTensor; PyTorch 2.4 has them elsewhere, and they count not.
+
+    By the names of its class: compiled code, which asks as well, would walk through all modules for
+    that of DTensors, and some change the list of modules when they are looked at.
+    """
+    kind = type(weight)
+    return kind.__name__ == "DTensor" and kind.__module__ == "torch.distributed.tensor"
 
 
 def is_gathered(layer: nn.Module) -> bool:
