@@ -73,8 +73,9 @@ is off by some 6%, that of R rows by 6% over the root of R, or of the heads alon
 alike. An element's is counted in averages of its row, beside its own rounding."""
 
 OF_FRAMEWORK = 1.5
-"""The same where a product of the framework in float16 is among the steps: PyTorch lets cuBLAS add
-parts of its sums in float16."""
+"""The same where a product of the framework in float16 is among the steps: PyTorch lets cuBLAS keep
+parts of its sums in float16. A call of 15 tokens and a head, in separate kernels, was off by 1.18
+times the error of the steps on an H200; three partial sums of q_b that are kept so give 1.19."""
 
 _ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-10, oracle.E4M3: 2**-4}
 
