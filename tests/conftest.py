@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 # Before anything imports distutils, which it replaces: PyTorch's compiler needs the new one.
 with contextlib.suppress(ImportError):
@@ -31,7 +32,7 @@ from torch_linear_helpers import Calls
 
 import k3cupy
 from k3cupy.call.plans import PlanCache
-from k3cupy.ops import linear
+from k3cupy.ops import dispatch_report, linear
 
 # The same examples every time; `make fuzz` looks for new ones, and for many more.
 settings.register_profile("suite", max_examples=25, derandomize=True, deadline=None, database=None)
@@ -168,9 +169,10 @@ def needs_memory(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
-def fresh_counts() -> Iterator[None]:
-    """The counts of low-latency linear begin at zero, and end so."""
+def fresh_counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The counts of low-latency linear begin at zero, and end so; no layer has a name as yet."""
     k3cupy.reset_dispatch_report()
+    monkeypatch.setattr(dispatch_report, "_layers", WeakKeyDictionary())
     yield
     k3cupy.reset_dispatch_report()
 
