@@ -282,10 +282,19 @@ def test_no_kernel_differs(tmp_path: Path, seen: list[str]) -> None:
         file.write("// edited")
     report = k3cupy.compile(folder, gpu="h200", progress=False)
     assert "part of no operation: new.cuh, tuning/chain.cu" in told_everywhere(report)
+    for name in "abcdef":
+        (folder / f"{name}.h").write_text("// of another package")
+    report = k3cupy.compile(folder, gpu="h200", progress=False)
+    assert told_everywhere(report).endswith(": a.h, b.h, c.h, d.h, e.h, and 3 more")
     with (folder / "mla_norm.cu").open("a") as file:
         file.write('#include "new.cuh"')
+    for name in "abcdef":
+        (folder / f"{name}.h").unlink()
     report = k3cupy.compile(folder, gpu="h200", progress=False)
-    assert told_everywhere(report) == "edited, and part of no operation: tuning/chain.cu"
+    assert (
+        told_everywhere(report)
+        == "not as in the package, and part of no operation: tuning/chain.cu"
+    )
 
 
 @pytest.mark.parametrize(

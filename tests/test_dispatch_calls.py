@@ -6,6 +6,7 @@ import functools
 import logging
 import re
 import timeit
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -26,7 +27,7 @@ from helpers import BF16, FP16, Producer, refused
 import k3cupy
 from k3cupy.choose.gemm import ALL, choose
 from k3cupy.kernels import fused_a_gemm, skinny_gemm
-from k3cupy.ops import dispatch_report, linear
+from k3cupy.ops import dispatch_report, framework_linear, linear
 from k3cupy.ops.warmup import wanted_of
 from k3cupy.runtime import devices, instances
 from k3cupy.runtime.errors import MissingError
@@ -228,6 +229,30 @@ def test_the_frameworks_error_has_a_note() -> None:
         if hasattr(ours.value, "add_note"):  # from Python 3.11 on
             (note,) = ours.value.__notes__
             assert says(note.removeprefix("k3cupy ran no kernel of its own: "), "weight", found)
+
+
+def test_an_error_of_the_framework_is_raised_as_it_is(
+    gpu: DispatchDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With no reason where the tensors were no reason, and with one note however often it comes."""
+    error = MemoryError("no room")
+
+    def no_room(*_: Any) -> Any:
+        raise error
+
+    def no_compiler(*_: Any) -> Any:
+        raise k3cupy.ToolchainError("no NVRTC here")
+
+    monkeypatch.setattr(framework_linear, "torch_linear", no_room)
+    monkeypatch.setattr(instances, "load", no_compiler)
+    x, weight = unread(4, 7168), unread(2112, 7168)
+    for given, notes in (((x, weight), 0), ((x, weight.half()), 1)):
+        for _ in range(3):
+            with pytest.raises(MemoryError) as caught, warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                k3cupy.low_latency_linear(*given)
+            assert caught.value is error
+            assert len(getattr(error, "__notes__", ())) == notes * hasattr(error, "add_note")
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)

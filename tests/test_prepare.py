@@ -175,6 +175,20 @@ def test_an_output_over_an_input_is_refused(gpu: DispatchDevice, unchecked: bool
     assert not gpu.records
 
 
+@each_prepared
+@pytest.mark.parametrize("on", ["cpu", "gpu"])
+def test_its_errors_name_it(name: str, on: str, request: pytest.FixtureRequest) -> None:
+    call = PREPARED[name]()
+    if on == "gpu":
+        request.getfixturevalue("gpu")
+        call = call.moved(on_gpu)
+    run = prepared(call)
+    named = f"prepared_{function_of(call).__name__}"
+    assert run.__name__ == run.unchecked.__name__ == named and run.tensors[0] in run.__doc__
+    with pytest.raises(TypeError, match=rf"^{named}\(\) missing .*'{run.tensors[0]}'"):
+        run()
+
+
 def test_a_residual_in_place_stays_in_place(gpu: DispatchDevice) -> None:
     x, weight, out = (on_gpu(t) for t in (normal((M, K), 1), normal((N, K), 2), normal((M, N), 3)))
     run = k3cupy.prepare(k3cupy.fused_a_gemm, x, weight, out, out=out)

@@ -83,6 +83,16 @@ def test_any_number_of_dimensions(shape: tuple[int, ...]) -> None:
         assert_product(out.reshape(-1, N), x.reshape(-1, K), layer.weight)
 
 
+@pytest.mark.parametrize("tokens", [(1,), (4,), (2, 3), (32,)], ids=str)
+def test_one_residual_for_all_rows(tokens: tuple[int, ...]) -> None:
+    """The operator takes what can be expanded, whose rows then are 0 apart."""
+    x, weight, row = (normal(s, i, "cuda") for i, s in enumerate([(*tokens, K), (N, K), (N,)]))
+    with torch.no_grad():
+        out = torch.ops.k3cupy.low_latency_linear(x, weight, row)
+    whole = row.expand(*tokens, N).contiguous()
+    assert_product(out.flatten(0, -2), x.flatten(0, -2), weight, whole.flatten(0, -2))
+
+
 @pytest.mark.parametrize("off", [1, 4])
 def test_misaligned_slices_fall_back_and_are_right(off: int) -> None:
     layer = linear()

@@ -635,7 +635,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, cache: Path | None = None) -> Fake
     monkeypatch.setattr(toolchain, "cuda_core", fake.cuda_core)
     monkeypatch.setattr(toolchain, "include_directory", lambda: "/headers")
     monkeypatch.setattr(toolchain, "header_version", lambda: (12, 9))
-    monkeypatch.setattr(toolchain, "_warned", set())
+    monkeypatch.setattr(toolchain, "_warned", {})
     monkeypatch.setattr(instances, "_attempts", {})
     monkeypatch.setattr(devices, "info", lambda _: fake.gpu)
     return fake

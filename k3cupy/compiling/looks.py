@@ -153,6 +153,9 @@ OF_SOURCES = {
 }
 """Source -> how an edit of it is looked at."""
 
+_FEW = 5
+"""Files that a note names."""
+
 _EXAMPLE = [Look("mla_decode", {})]
 """What is looked at where nothing is edited."""
 
@@ -173,7 +176,9 @@ def of_call(op: str | None, options: Options) -> tuple[list[Look], list[str]]:
         example = f"this is {_EXAMPLE[0].op}, for example"
         notes.append(f"no kernel differs from the package's: {example}")
     if unread := sources.unread_edits(OF_SOURCES):
-        notes.append(f"edited, and part of no operation: {', '.join(unread)}")
+        more = [f"and {len(unread) - _FEW} more"] if len(unread) > _FEW else []
+        told = ", ".join(unread[:_FEW] + more)
+        notes.append(f"not as in the package, and part of no operation: {told}")
     found, without = _taking(options, edited or _EXAMPLE)
     return found, [*notes, *without]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -126,9 +127,7 @@ def low_latency_linear(
     try:
         return framework_linear.linear(x, weight, residual, stream, out_dtype is not None)
     except Exception as error:
-        if hasattr(error, "add_note"):  # from Python 3.11 on
-            _, choice = _decide((x, weight, residual, None), False, weight_is_static, out_dtype)
-            error.add_note(f"k3cupy ran no kernel of its own: {choice.reason}")
+        _note_reason(error, (x, weight, residual, None), out_dtype is not None)
         raise
 
 
@@ -445,6 +444,18 @@ def _completed(
         return choice
     has_pdl = (gpu or devices.info(problem.x.device_index)).has_pdl
     return _OPERATIONS[choice.kernel].complete(problem, choice, has_pdl)
+
+
+def _note_reason(error: Exception, values: Values, float32_out: bool) -> None:
+    """Add to an error of the framework's linear what of the tensors our kernels do not take."""
+    with contextlib.suppress(Exception):  # it is that error which has to be seen
+        try:
+            out_dtype = "float32" if float32_out else None
+            gemm.accept(OURS, LINEAR, values, weight_is_static=False, out_dtype=out_dtype)
+        except (TypeError, ValueError) as reason:
+            note = f"k3cupy ran no kernel of its own: {reason}"
+            if note not in getattr(error, "__notes__", ()):
+                error.add_note(note)  # from Python 3.11 on
 
 
 def _fallback(

@@ -92,4 +92,7 @@ def prepare(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Prepa
     run, tensors, choice = prepared(function, args, kwargs)
     vars(run).update(tensors=tensors, choice=choice)
     vars(run).setdefault("unchecked", run)
+    for each in (run, vars(run)["unchecked"]):
+        each.__name__ = each.__qualname__ = f"prepared_{function.__name__}"  # errors tell it
+        each.__doc__ = f"Run {function.__name__} on new tensors: {', '.join(tensors)}."
     return cast(PreparedCall, run)

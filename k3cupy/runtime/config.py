@@ -129,13 +129,8 @@ def _how_kernels_come(archs: set[str]) -> str:
 def _problems() -> Iterator[str]:
     """Yield what is set and means nothing, and what is installed and does not fit together."""
     yield from env.problems()
-    try:
-        if not toolchain.in_memory():
-            binaries.trusted(toolchain.cache_directory())
-    except FileNotFoundError:  # a folder that is not there is made
-        pass
-    except OSError as error:
-        yield f"compiled kernels are not kept: {error}. Set CUPY_CACHE_DIR to a folder of your own"
+    if why := toolchain.cache_problem() or _why_not_kept():
+        yield f"compiled kernels are not kept: {why}. Set CUPY_CACHE_DIR to a folder of your own"
     cupys = [name for name in _CUPYS if _installed(name)]
     if len(cupys) > 1:
         yield (
@@ -153,6 +148,17 @@ def _problems() -> Iterator[str]:
             f"load libraries of both. Install both for the same: {toolchain.INSTALL_HINT}, and "
             "PyTorch for the same CUDA"
         )
+
+
+def _why_not_kept() -> str | None:
+    try:
+        if not toolchain.in_memory():
+            binaries.trusted(toolchain.cache_directory())
+    except FileNotFoundError:  # it will be made
+        return None
+    except OSError as error:
+        return str(error)
+    return None
 
 
 def _cuda_of_torch() -> int | None:

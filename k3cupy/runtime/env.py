@@ -37,6 +37,9 @@ _KV_READY = "K3CUPY_VLLM_KV_READY"
 
 _FLAGS = ("K3CUPY_CHECK", "K3CUPY_BATCH_INVARIANT", NO_COMPILE, _KV_READY)
 _OTHERS = ("K3CUPY_SOURCE_DIR", "K3CUPY_CACHE_DIR", BUNDLE, VLLM, SGLANG)
+_MISSPELT = 0.85
+"""How alike a name that was meant is, of 1."""
+
 _OURS = f"{__name__.partition('.')[0].upper()}_"
 _OFF, _ON = ("0", "false", "off", "no"), ("1", "true", "on", "yes")
 
@@ -85,10 +88,14 @@ def settings() -> dict[str, str]:
 
 
 def problems() -> Iterator[str]:
-    """Yield what is wrong with these: a flag that is neither on nor off, a name of no variable."""
+    """Yield what is wrong with these: flags that are neither on nor off, misspelt names."""
+    import difflib
+
     for name in settings():
         if name not in (*_FLAGS, *_OTHERS):
-            yield f"{name} is no variable of k3cupy, which reads {', '.join((*_FLAGS, *_OTHERS))}"
+            # Others begin so too, as those of the tests.
+            for meant in difflib.get_close_matches(name, (*_FLAGS, *_OTHERS), 1, _MISSPELT):
+                yield f"{name} is no variable of k3cupy: {meant} is"
         elif name in _FLAGS:
             try:
                 _flag(name)

@@ -142,7 +142,8 @@ def make_private(folder: Path) -> None:
 
 
 _warn_lock = threading.Lock()
-_warned: set[str] = set()
+_warned: dict[str, str] = {}
+"""Folder, as it is named -> what is wrong with it."""
 
 
 def warn_of_cache(problem: object) -> None:
@@ -151,7 +152,7 @@ def warn_of_cache(problem: object) -> None:
     with _warn_lock:
         if named in _warned:
             return
-        _warned.add(named)
+        _warned[named] = str(problem)
     warn_user(
         f"kernel cache: {named} cannot be used ({problem}); kernels are compiled in memory, by "
         "each process for itself. Set CUPY_CACHE_DIR to a folder with room that you alone may "
@@ -205,6 +206,11 @@ def include_directory() -> str:
 def release(number: int) -> tuple[int, int]:
     """Return the CUDA release behind the number that headers and driver use: 13000 is (13, 0)."""
     return number // 1000, number % 1000 // 10
+
+
+def cache_problem() -> str | None:
+    """Return why compiled kernels are not kept in their folder; None where nobody found it so."""
+    return _warned.get(_named_folder())
 
 
 def need_compiler() -> None:
