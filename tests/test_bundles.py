@@ -320,6 +320,33 @@ def test_a_foreign_file_is_not_loaded(
     assert load(OWN) == [], "the others are as good as before"
 
 
+def test_an_incomplete_copy_is_told_once_and_serves(
+    folder: Path, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    binaries.path_in(folder, bundles.key_of(OWN, sources.load(ONE.source).digest, "sm_90")).unlink()
+    named(monkeypatch, folder)
+    told = "1 of 2 files are missing"
+    assert load(ONE) == [f"kernel bundle: {folder}: {told}; copy it again"]
+    assert len(gpu.loaded) == 1
+    (line,) = config.config_info()["bundles"]
+    assert line.startswith(f"{folder}: 2 kernels for ") and line.endswith(f", {told}")
+    monkeypatch.setenv("K3CUPY_NO_COMPILE", "1")
+    with pytest.raises(MissingError, match=rf"not in the bundle {folder} \(sm_90, {told}\), and"):
+        load_quietly(OWN)
+
+
+def test_a_folder_that_nobody_may_list_serves(
+    folder: Path, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named(monkeypatch, folder)
+    monkeypatch.setattr(os, "listdir", raise_permission_error)
+    assert load(ONE, OWN) == []
+
+
+def raise_permission_error(*_: Any) -> None:
+    raise PermissionError
+
+
 def test_another_gpu_is_told_once(
     folder: Path, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:

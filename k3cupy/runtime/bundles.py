@@ -49,7 +49,8 @@ class Bundle:
         arch: what it is compiled for, for example ``"sm_90"``.
         compiler: what compiled it.
         kernels: source -> digest, of all sources that it has binaries of.
-        instances: how many it has.
+        instances: how many it was made with.
+        missing: how many files of them are not there, as after an interrupted copy.
     """
 
     folder: Path
@@ -60,10 +61,17 @@ class Bundle:
     compiler: str
     kernels: dict[str, str]
     instances: int
+    missing: int = 0
 
     def __str__(self) -> str:
         made = f"{self.instances} kernels for {self.model} on {self.gpu} ({self.arch})"
-        return f"{self.folder}: {made}, by k3cupy {self.package} with {self.compiler}"
+        how = f"by k3cupy {self.package} with {self.compiler}"
+        return ", ".join(filter(None, (f"{self.folder}: {made}", how, self.lack)))
+
+    @property
+    def lack(self) -> str:
+        """How many files are missing, in words; nothing where all are there."""
+        return f"{self.missing} of {self.instances} files are missing" if self.missing else ""
 
 
 @dataclass(frozen=True)
@@ -75,7 +83,8 @@ class Known:
 
     def described(self) -> str:
         """Return where a kernel was looked for, as part of a sentence."""
-        names = [f"{bundle.folder} ({bundle.arch})" for bundle in self.bundles]
+        facts = [(b.folder, ", ".join(filter(None, (b.arch, b.lack)))) for b in self.bundles]
+        names = [f"{folder} ({fact})" for folder, fact in facts]
         told = f"not in the bundle {', '.join(names)}" if names else "there is no bundle of it"
         return told + (f" (not used: {'; '.join(self.refused)})" if self.refused else "")
 
@@ -103,6 +112,8 @@ def find(instance: Instance, digest: str, gpu: DeviceInfo) -> Found | None:
         _warn_once(f"kernel bundle: not used, {why}; {HINT}")
     fitting = [bundle for bundle in given.bundles if bundle.arch == gpu.arch]
     for bundle in fitting:
+        if bundle.missing:
+            _warn_once(f"kernel bundle: {bundle.folder}: {bundle.lack}; copy it again")
         content = _read(bundle, key_of(instance, digest, gpu.arch))
         if content is not None:
             return Found(bundle, content)
@@ -126,7 +137,8 @@ def write_manifest(bundle: Bundle, names: dict[str, dict[str, str]]) -> None:
         bundle: the facts.
         names: file -> its instance, for people.
     """
-    facts = {key: value for key, value in asdict(bundle).items() if key != "folder"}
+    facts = asdict(bundle)
+    del facts["folder"], facts["missing"]
     text = json.dumps({"schema": _SCHEMA, **facts, "files": names}, indent=1)
     path = bundle.folder / MANIFEST
     partial = path.with_suffix(".tmp")
@@ -173,9 +185,9 @@ def _known(named: tuple[str, ...], path: tuple[str, ...]) -> Known:
 
 def _bundle(folder: Path) -> Bundle:
     facts = read_manifest(folder)
-    kernels, count = facts.get("kernels"), facts.get("instances")
+    kernels, count, files = (facts.get(name) for name in ("kernels", "instances", "files"))
     words = {n: str(facts.get(n)) for n in ("package", "model", "gpu", "arch", "compiler")}
-    if not isinstance(kernels, dict) or not isinstance(count, int):
+    if not (isinstance(kernels, dict) and isinstance(files, dict) and count == len(files)):
         raise ValueError(f"its {MANIFEST} does not say which kernels it has")
     for source, digest in kernels.items():
         if source not in _sources() or digest != sources.shipped_digest(source):
@@ -183,7 +195,10 @@ def _bundle(folder: Path) -> Bundle:
                 f"its binaries are of other kernels, those of k3cupy {words['package']}: "
                 f"{source} is not that of this package"
             )
-    return Bundle(folder, **words, kernels=kernels, instances=count)
+    missing = 0
+    with contextlib.suppress(PermissionError):  # files may be read where nobody may list them
+        missing = len(files.keys() - set(os.listdir(folder)))
+    return Bundle(folder, **words, kernels=kernels, instances=count, missing=missing)
 
 
 def _sources() -> set[str]:
