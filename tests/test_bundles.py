@@ -37,6 +37,7 @@ from k3cupy.runtime import (
     sources,
     toolchain,
 )
+from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import MissingError, ToolchainError
 from k3cupy.runtime.instances import Instance
 
@@ -347,18 +348,41 @@ def raise_permission_error(*_: Any) -> None:
     raise PermissionError
 
 
+UNNAMED = replace(A100, name="NVIDIA A100 80GB PCIe")
+
+
+@pytest.mark.parametrize(
+    ("model", "there", "options"),
+    [
+        ("glm-5.2 tp4", A100, "--model glm-5.2 --tp 4 --gpu a100"),
+        ("glm-5.2 tp4", UNNAMED, "--model glm-5.2 --tp 4 --gpu sm_80"),
+        ("my `own` tp4", A100, "--model kimi-k3 --tp 8 --gpu a100"),
+    ],
+)
 def test_another_gpu_is_told_once(
-    folder: Path, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+    model: str,
+    there: DeviceInfo,
+    options: str,
+    quick: None,
+    gpu: FakeGpu,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """With the command that makes one for it, of the same model where that is a plain name."""
+    folder = tmp_path / "bundle"
+    monkeypatch.setattr(toolchain, "nvrtc_version", lambda: (12, 9))
+    bundling.make([ONE], model, H200, folder)
+    monkeypatch.setattr(toolchain, "nvrtc_version", refuse)
     named(monkeypatch, folder)
-    gpu.gpu = A100
+    gpu.gpu = there
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             with pytest.raises(ToolchainError, match="there is no compiler"):
                 load_quietly(ONE)
     (text,) = warned(caught)
-    assert f"{folder} is for sm_90, and not used on {A100.name}, sm_80" in text
+    assert f"{folder} is for sm_90, and not used on {there.name}, sm_80" in text
+    assert text.endswith(f"; make one with `k3cupy bundle {options} --out FOLDER`")
 
 
 def test_the_driver_is_too_old_for_a_bundle(

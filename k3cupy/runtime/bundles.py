@@ -14,6 +14,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import stat
 import sys
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from k3cupy.runtime import binaries, env, sources, toolchain
+from k3cupy.runtime import binaries, devices, env, sources, toolchain
 from k3cupy.runtime.warn import warn_user
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ MANIFEST = "manifest.json"
 PACKAGE = "k3cupy_bundles"
 """Of wheels: each adds a folder to this namespace package."""
 
-HINT = "make one with `k3cupy bundle --model kimi-k3 --tp 8 --gpu h200 --out FOLDER`"
 _SCHEMA = 1
 _MOST_BYTES = 1 << 24
 
@@ -109,7 +109,7 @@ def find(instance: Instance, digest: str, gpu: DeviceInfo) -> Found | None:
     """Return the binary of an instance, of sources with a digest; None where no bundle has it."""
     given = known()
     for why in given.refused:
-        _warn_once(f"kernel bundle: not used, {why}; {HINT}")
+        _warn_once(f"kernel bundle: not used, {why}; {_hint(gpu)}")
     fitting = [bundle for bundle in given.bundles if bundle.arch == gpu.arch]
     for bundle in fitting:
         if bundle.missing:
@@ -119,8 +119,17 @@ def find(instance: Instance, digest: str, gpu: DeviceInfo) -> Found | None:
             return Found(bundle, content)
     if given.bundles and not fitting:
         told = ", ".join(f"{bundle.folder} is for {bundle.arch}" for bundle in given.bundles)
-        _warn_once(f"kernel bundle: {told}, and not used on {gpu.name}, {gpu.arch}; {HINT}")
+        hint = _hint(gpu, given.bundles[0].model)
+        _warn_once(f"kernel bundle: {told}, and not used on {gpu.name}, {gpu.arch}; {hint}")
     return None
+
+
+def _hint(gpu: DeviceInfo, made_for: str = "") -> str:
+    """Return what makes a bundle for a GPU, of the model that another one was made for."""
+    match = re.fullmatch(r"([\w.-]+) tp(\d+)", made_for, re.ASCII)
+    model, tp = match.groups() if match else ("kimi-k3", "8")
+    name = devices.option_of(gpu)
+    return f"make one with `k3cupy bundle --model {model} --tp {tp} --gpu {name} --out FOLDER`"
 
 
 def key_of(instance: Instance, digest: str, arch: str) -> str:
