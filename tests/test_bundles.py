@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import itertools
 import json
@@ -634,6 +635,50 @@ def test_the_command_makes_a_folder_or_a_wheel(
     done = CliRunner().invoke(main, [*words, str(tmp_path / "notes")])
     assert done.exit_code == 1
     assert "out: expected an empty folder or a bundle, got " in done.output
+
+
+def of_others(folder: Path) -> str:
+    (folder / "mine.txt").touch()
+    return f"out: expected an empty folder or a bundle, got {folder}, which is none"
+
+
+def open_to_others(folder: Path) -> str:
+    folder.chmod(0o777)
+    told = f"out: expected a folder that you alone can write, got {folder}, which has mode 0777, so"
+    return f"{told} that others could put any code there: `chmod go-w` it"
+
+
+def not_to_be_made(folder: Path) -> str:
+    folder.rmdir()
+    folder.symlink_to("nowhere/at/all")
+    told = f"out: expected a folder that can be made and read, got {folder}: "
+    return told + os.strerror(errno.EEXIST)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "options"),
+    [(of_others, ""), (open_to_others, ""), (not_to_be_made, ""), (not_to_be_made, "--wheel")],
+)
+def test_a_bad_out_is_told_before_anything_is_chosen(
+    spoil: Callable[[Path], str],
+    options: str,
+    quick: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bundling, "instances_of", None)
+    folder = tmp_path / "out"
+    folder.mkdir()
+    told = spoil(folder)
+    words = f"bundle --model kimi-k3 --tp 8 --gpu h200 {options} --out".split()
+    done = CliRunner().invoke(main, [*words, str(folder)])
+    assert (done.exit_code, done.output) == (1, f"Error: {told}\n")
+
+
+def test_wheels_may_lie_among_the_files_of_others(quick: None, tmp_path: Path) -> None:
+    for spoil in (of_others, open_to_others):
+        spoil(tmp_path)
+        assert bundling.make_wheel([ONE], "tiny tp1", H200, tmp_path).parent == tmp_path
 
 
 def test_a_smaller_bundle_leaves_nothing_of_the_larger_one(folder: Path) -> None:
