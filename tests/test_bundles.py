@@ -230,6 +230,25 @@ def a_manifest_for_others_to_write(folder: Path) -> str:
     return "its manifest.json has mode 0666, so that others could put any code there"
 
 
+def a_file(folder: Path) -> str:
+    folder.rename(folder.with_name("elsewhere"))
+    folder.touch()
+    return f"{folder} is no folder"
+
+
+def below_a_file(folder: Path) -> str:
+    folder.rename(folder.with_name("elsewhere"))
+    folder.parent.joinpath("file").touch()
+    folder.symlink_to("file/bundle")
+    return f"{folder}: {os.strerror(errno.ENOTDIR)}"
+
+
+def a_looping_link(folder: Path) -> str:
+    folder.rename(folder.with_name("elsewhere"))
+    folder.symlink_to(folder)
+    return f"{folder}: {os.strerror(errno.ELOOP)}"
+
+
 def of_somebody_else(folder: Path) -> str:
     if os.geteuid() != 0:
         pytest.skip("only root can give a folder away")
@@ -248,6 +267,9 @@ def of_somebody_else(folder: Path) -> str:
         not_there,
         for_others_to_write,
         a_manifest_for_others_to_write,
+        a_file,
+        below_a_file,
+        a_looping_link,
         of_somebody_else,
     ],
 )
@@ -265,12 +287,24 @@ def test_what_does_not_fit_is_refused_in_one_line(
     (text,) = warned(caught)
     assert text.startswith("kernel bundle: not used, ")
     assert told in text
+    assert text.count(str(folder)) == 1 and "Errno" not in text
     assert text.endswith(
         "make one with `k3cupy bundle --model kimi-k3 --tp 8 --gpu h200 --out FOLDER`"
     )
     assert told in str(error.value)
     assert gpu.loaded == []
     assert [line for line in config.config_info()["bundles"] if told in line]
+
+
+def test_a_wheel_that_is_named_is_to_be_installed(
+    gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel = tmp_path / "k3cupy_bundle-py3-none-any.whl"
+    wheel.touch()
+    named(monkeypatch, wheel)
+    (told,) = config.config_info()["bundles"]
+    why = "a wheel is used once `pip install` has installed it; leave it out here"
+    assert told == f"not used: {wheel}: {why}"
 
 
 def test_what_is_refused_is_told_also_where_there_is_no_compiler(

@@ -188,11 +188,21 @@ def _known(named: tuple[str, ...], path: tuple[str, ...]) -> Known:
         except FileNotFoundError as error:
             refused.append(f"there is no {error.filename}")
         except (OSError, ValueError) as error:
-            refused.append(f"{folder}: {error}")
+            refused.append(_refusal(folder, error))
     return Known(tuple(found), tuple(refused))
 
 
+def _refusal(folder: Path, error: Exception) -> str:
+    """Return why a folder is not used: its path once, and no number of an error."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or folder}: {error.strerror}"
+    text = str(error)
+    return text if text.startswith(f"{folder} ") else f"{folder}: {text}"
+
+
 def _bundle(folder: Path) -> Bundle:
+    if folder.suffix == ".whl" and folder.is_file():
+        raise ValueError("a wheel is used once `pip install` has installed it; leave it out here")
     facts = read_manifest(folder)
     kernels, count, files = (facts.get(name) for name in ("kernels", "instances", "files"))
     words = {n: str(facts.get(n)) for n in ("package", "model", "gpu", "arch", "compiler")}
@@ -234,7 +244,7 @@ def _read(bundle: Bundle, key: str) -> bytes | None:
             raise PermissionError(f"{path.name} is damaged, or others can write it")
         return content
     except OSError as error:
-        _warn_once(f"kernel bundle: not used, {bundle.folder}: {error}")
+        _warn_once(f"kernel bundle: not used, {_refusal(bundle.folder, error)}")
         return None
 
 
