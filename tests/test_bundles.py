@@ -185,11 +185,16 @@ def test_edited_sources_are_not_those_of_the_bundle(
 # Refused
 
 
-def of_other_kernels(folder: Path) -> str:
+def rewrite(folder: Path, **changed: Any) -> None:
+    """Change fields of a manifest; None takes one out."""
     path = folder / "manifest.json"
-    facts = json.loads(path.read_text("utf-8"))
-    facts["kernels"]["mla_decode.cu"] = "0" * 64
-    path.write_text(json.dumps({**facts, "package": "0.0.9"}), "utf-8")
+    facts = {**json.loads(path.read_text("utf-8")), **changed}
+    facts = {name: value for name, value in facts.items() if value is not None}
+    path.write_text(json.dumps(facts), "utf-8")
+
+
+def of_other_kernels(folder: Path) -> str:
+    rewrite(folder, kernels={"mla_decode.cu": "0" * 64}, package="0.0.9")
     return "its binaries are of other kernels, those of k3cupy 0.0.9: mla_decode.cu is not that of"
 
 
@@ -294,6 +299,58 @@ def test_what_does_not_fit_is_refused_in_one_line(
     assert told in str(error.value)
     assert gpu.loaded == []
     assert [line for line in config.config_info()["bundles"] if told in line]
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"instances": -3}, "says that it has -3 instances, and lists 2 files"),
+        ({"instances": 2.0}, "says that it has 2.0 instances, and lists 2 files"),
+        ({"instances": True, "files": {"a": {}}}, "says that it has True instances, and lists 1 f"),
+        ({"instances": None}, "says that it has None instances, and lists 2 files"),
+        ({"instances": 0, "files": {}}, "does not say which kernels it has"),
+        ({"files": None}, "does not say which kernels it has"),
+        ({"kernels": {}}, "does not say which kernels it has"),
+        ({"kernels": ["mla_decode.cu"]}, "does not say which kernels it has"),
+        ({"arch": None}, "has no text arch, got None"),
+        ({"model": ["\x1b"]}, r"has no text model, got ['\x1b']"),
+    ],
+)
+def test_a_manifest_of_other_fields_is_refused(
+    changed: dict[str, Any],
+    told: str,
+    folder: Path,
+    gpu: FakeGpu,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rewrite(folder, **changed)
+    named(monkeypatch, folder)
+    (line,) = config.config_info()["bundles"]
+    assert line.startswith(f"not used: {folder}: its manifest.json {told}")
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"model": "a\x1b[31m\nb"}, r"2 kernels for 'a\x1b[31m\nb' on NVIDIA H200 (sm_90)"),
+        ({"gpu": "\u202eme"}, r"on '\u202eme' (sm_90)"),
+        ({"model": "m" * 999}, "mmm...mmm"),
+        ({"model": "für \u4e2d"}, "2 kernels for für \u4e2d on"),
+        ({"kernels": {"\x1b.cu": "0"}}, r": '\x1b.cu' is not that of this package"),
+    ],
+)
+def test_texts_of_a_manifest_are_shown_on_one_line(
+    changed: dict[str, Any],
+    told: str,
+    folder: Path,
+    gpu: FakeGpu,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rewrite(folder, **changed)
+    named(monkeypatch, folder)
+    (line,) = config.config_info()["bundles"]
+    assert told in line
+    assert line.isprintable() and len(line) < 500
 
 
 def test_a_wheel_that_is_named_is_to_be_installed(

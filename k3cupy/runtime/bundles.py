@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from k3cupy.runtime import binaries, devices, env, sources, toolchain
+from k3cupy.runtime.errors import shown
+from k3cupy.runtime.tensors import is_integer
 from k3cupy.runtime.warn import warn_user
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ PACKAGE = "k3cupy_bundles"
 
 _SCHEMA = 1
 _MOST_BYTES = 1 << 24
+_MOST_CHARACTERS = 80
 
 
 @dataclass(frozen=True)
@@ -205,19 +208,33 @@ def _bundle(folder: Path) -> Bundle:
         raise ValueError("a wheel is used once `pip install` has installed it; leave it out here")
     facts = read_manifest(folder)
     kernels, count, files = (facts.get(name) for name in ("kernels", "instances", "files"))
-    words = {n: str(facts.get(n)) for n in ("package", "model", "gpu", "arch", "compiler")}
-    if not (isinstance(kernels, dict) and isinstance(files, dict) and count == len(files)):
+    words = {name: _word(facts, name) for name in ("package", "model", "gpu", "arch", "compiler")}
+    if not (isinstance(kernels, dict) and isinstance(files, dict) and kernels and files):
         raise ValueError(f"its {MANIFEST} does not say which kernels it has")
+    if not is_integer(count) or count != len(files):
+        counted = f"{shown(count)} instances, and lists {len(files)} files"
+        raise ValueError(f"its {MANIFEST} says that it has {counted}")
     for source, digest in kernels.items():
         if source not in _sources() or digest != sources.shipped_digest(source):
             raise ValueError(
                 f"its binaries are of other kernels, those of k3cupy {words['package']}: "
-                f"{source} is not that of this package"
+                f"{_on_one_line(source)} is not that of this package"
             )
     missing = 0
     with contextlib.suppress(PermissionError):  # files may be read where nobody may list them
         missing = len(files.keys() - set(os.listdir(folder)))
     return Bundle(folder, **words, kernels=kernels, instances=count, missing=missing)
+
+
+def _word(facts: dict[str, Any], name: str) -> str:
+    if not isinstance(facts.get(name), str):
+        raise ValueError(f"its {MANIFEST} has no text {name}, got {shown(facts.get(name))}")
+    return _on_one_line(facts[name])
+
+
+def _on_one_line(text: str) -> str:
+    """Return a manifest's text as a terminal may show it, quoted where it holds more than that."""
+    return text if text.isprintable() and len(text) <= _MOST_CHARACTERS else shown(text)
 
 
 def _sources() -> set[str]:
