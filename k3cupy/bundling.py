@@ -21,7 +21,7 @@ from k3cupy.projections import Projection
 from k3cupy.runtime import binaries, bundles, offline, sources, toolchain
 from k3cupy.runtime.bundles import Bundle
 from k3cupy.runtime.devices import DeviceInfo
-from k3cupy.runtime.errors import ToolchainError
+from k3cupy.runtime.errors import ToolchainError, reject
 from k3cupy.runtime.instances import Instance, threads_of
 
 _FLAGS = (False, True)
@@ -118,6 +118,35 @@ def _products(
             yield "fused_a_gemm", {"shapes": list(pairs), "tokens": _BY_NAME, **modes}
 
 
+def take_folder(folder: Path, *, for_wheels: bool = False) -> set[Path]:
+    """Make a folder where there is none, and return the binaries that are there.
+
+    Args:
+        folder: of a bundle.
+        for_wheels: it is one of wheels, which may hold anything.
+
+    Raises:
+        ValueError: it holds something else than a bundle.
+        OSError: it cannot be made or read, or others can write there.
+    """
+    try:
+        toolchain.make_private(folder)
+        before = set(folder.glob(f"{binaries.path_in(folder, '*').name}*"))
+        others = set(folder.iterdir()) - before
+    except OSError as error:
+        got = f"{folder}: {error.strerror}"
+        reject("out", "a folder that can be made and read", got, error=type(error))
+    if for_wheels:
+        return set()
+    if problem := binaries.problem(folder.stat()):
+        expected = "a folder that you alone can write"
+        reject("out", expected, f"{folder}, which {problem}", error=PermissionError)
+    # Without a manifest they are of a run that was interrupted.
+    if others and folder / bundles.MANIFEST not in others:
+        reject("out", "an empty folder or a bundle", f"{folder}, which is none")
+    return before
+
+
 def make(
     instances: list[Instance],
     model: str,
@@ -150,13 +179,7 @@ def make(
             "K3CUPY_SOURCE_DIR: expected the sources of the package, got an edited copy, whose "
             "binaries no other machine would use. Unset it"
         )
-    toolchain.make_private(folder)
-    binaries.trusted(folder)
-    manifest = folder / bundles.MANIFEST
-    before = set(folder.glob(f"{binaries.path_in(folder, '*').name}*"))
-    # Without a manifest they are of a run that was interrupted.
-    if not manifest.exists() and set(folder.iterdir()) - before:
-        raise ValueError(f"out: expected an empty folder or a bundle, got {folder}, which is none")
+    before = take_folder(folder)
     digests = {source: sources.load(source).digest for source in {i.source for i in instances}}
     names: dict[str, dict[str, str]] = {}
 
@@ -205,7 +228,7 @@ def make_wheel(
     ``pip install`` puts a folder into the namespace package ``k3cupy_bundles``, where it is found.
     """
     name = re.sub(r"[^a-z0-9]+", "_", f"{model} {gpu.name.removeprefix('NVIDIA ')}".lower())
-    toolchain.make_private(folder)
+    take_folder(folder, for_wheels=True)
     with TemporaryDirectory() as place:
         bundle = make(instances, model, gpu, Path(place, "bundle"), **how)
         contents = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import itertools
 import json
@@ -37,6 +38,7 @@ from k3cupy.runtime import (
     sources,
     toolchain,
 )
+from k3cupy.runtime.devices import DeviceInfo
 from k3cupy.runtime.errors import MissingError, ToolchainError
 from k3cupy.runtime.instances import Instance
 
@@ -183,11 +185,16 @@ def test_edited_sources_are_not_those_of_the_bundle(
 # Refused
 
 
-def of_other_kernels(folder: Path) -> str:
+def rewrite(folder: Path, **changed: Any) -> None:
+    """Change fields of a manifest; None takes one out."""
     path = folder / "manifest.json"
-    facts = json.loads(path.read_text("utf-8"))
-    facts["kernels"]["mla_decode.cu"] = "0" * 64
-    path.write_text(json.dumps({**facts, "package": "0.0.9"}), "utf-8")
+    facts = {**json.loads(path.read_text("utf-8")), **changed}
+    facts = {name: value for name, value in facts.items() if value is not None}
+    path.write_text(json.dumps(facts), "utf-8")
+
+
+def of_other_kernels(folder: Path) -> str:
+    rewrite(folder, kernels={"mla_decode.cu": "0" * 64}, package="0.0.9")
     return "its binaries are of other kernels, those of k3cupy 0.0.9: mla_decode.cu is not that of"
 
 
@@ -228,6 +235,25 @@ def a_manifest_for_others_to_write(folder: Path) -> str:
     return "its manifest.json has mode 0666, so that others could put any code there"
 
 
+def a_file(folder: Path) -> str:
+    folder.rename(folder.with_name("elsewhere"))
+    folder.touch()
+    return f"{folder} is no folder"
+
+
+def below_a_file(folder: Path) -> str:
+    folder.rename(folder.with_name("elsewhere"))
+    folder.parent.joinpath("file").touch()
+    folder.symlink_to("file/bundle")
+    return f"{folder}: {os.strerror(errno.ENOTDIR)}"
+
+
+def a_looping_link(folder: Path) -> str:
+    folder.rename(folder.with_name("elsewhere"))
+    folder.symlink_to(folder)
+    return f"{folder}: {os.strerror(errno.ELOOP)}"
+
+
 def of_somebody_else(folder: Path) -> str:
     if os.geteuid() != 0:
         pytest.skip("only root can give a folder away")
@@ -246,6 +272,9 @@ def of_somebody_else(folder: Path) -> str:
         not_there,
         for_others_to_write,
         a_manifest_for_others_to_write,
+        a_file,
+        below_a_file,
+        a_looping_link,
         of_somebody_else,
     ],
 )
@@ -263,12 +292,76 @@ def test_what_does_not_fit_is_refused_in_one_line(
     (text,) = warned(caught)
     assert text.startswith("kernel bundle: not used, ")
     assert told in text
+    assert text.count(str(folder)) == 1 and "Errno" not in text
     assert text.endswith(
         "make one with `k3cupy bundle --model kimi-k3 --tp 8 --gpu h200 --out FOLDER`"
     )
     assert told in str(error.value)
     assert gpu.loaded == []
     assert [line for line in config.config_info()["bundles"] if told in line]
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"instances": -3}, "says that it has -3 instances, and lists 2 files"),
+        ({"instances": 2.0}, "says that it has 2.0 instances, and lists 2 files"),
+        ({"instances": True, "files": {"a": {}}}, "says that it has True instances, and lists 1 f"),
+        ({"instances": None}, "says that it has None instances, and lists 2 files"),
+        ({"instances": 0, "files": {}}, "does not say which kernels it has"),
+        ({"files": None}, "does not say which kernels it has"),
+        ({"kernels": {}}, "does not say which kernels it has"),
+        ({"kernels": ["mla_decode.cu"]}, "does not say which kernels it has"),
+        ({"arch": None}, "has no text arch, got None"),
+        ({"model": ["\x1b"]}, r"has no text model, got ['\x1b']"),
+    ],
+)
+def test_a_manifest_of_other_fields_is_refused(
+    changed: dict[str, Any],
+    told: str,
+    folder: Path,
+    gpu: FakeGpu,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rewrite(folder, **changed)
+    named(monkeypatch, folder)
+    (line,) = config.config_info()["bundles"]
+    assert line.startswith(f"not used: {folder}: its manifest.json {told}")
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"model": "a\x1b[31m\nb"}, r"2 kernels for 'a\x1b[31m\nb' on NVIDIA H200 (sm_90)"),
+        ({"gpu": "\u202eme"}, r"on '\u202eme' (sm_90)"),
+        ({"model": "m" * 999}, "mmm...mmm"),
+        ({"model": "für \u4e2d"}, "2 kernels for für \u4e2d on"),
+        ({"kernels": {"\x1b.cu": "0"}}, r": '\x1b.cu' is not that of this package"),
+    ],
+)
+def test_texts_of_a_manifest_are_shown_on_one_line(
+    changed: dict[str, Any],
+    told: str,
+    folder: Path,
+    gpu: FakeGpu,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rewrite(folder, **changed)
+    named(monkeypatch, folder)
+    (line,) = config.config_info()["bundles"]
+    assert told in line
+    assert line.isprintable() and len(line) < 500
+
+
+def test_a_wheel_that_is_named_is_to_be_installed(
+    gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel = tmp_path / "k3cupy_bundle-py3-none-any.whl"
+    wheel.touch()
+    named(monkeypatch, wheel)
+    (told,) = config.config_info()["bundles"]
+    why = "a wheel is used once `pip install` has installed it; leave it out here"
+    assert told == f"not used: {wheel}: {why}"
 
 
 def test_what_is_refused_is_told_also_where_there_is_no_compiler(
@@ -320,18 +413,68 @@ def test_a_foreign_file_is_not_loaded(
     assert load(OWN) == [], "the others are as good as before"
 
 
-def test_another_gpu_is_told_once(
+def test_an_incomplete_copy_is_told_once_and_serves(
+    folder: Path, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    binaries.path_in(folder, bundles.key_of(OWN, sources.load(ONE.source).digest, "sm_90")).unlink()
+    named(monkeypatch, folder)
+    told = "1 of 2 files are missing"
+    assert load(ONE) == [f"kernel bundle: {folder}: {told}; copy it again"]
+    assert len(gpu.loaded) == 1
+    (line,) = config.config_info()["bundles"]
+    assert line.startswith(f"{folder}: 2 kernels for ") and line.endswith(f", {told}")
+    monkeypatch.setenv("K3CUPY_NO_COMPILE", "1")
+    with pytest.raises(MissingError, match=rf"not in the bundle {folder} \(sm_90, {told}\), and"):
+        load_quietly(OWN)
+
+
+def test_a_folder_that_nobody_may_list_serves(
     folder: Path, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     named(monkeypatch, folder)
-    gpu.gpu = A100
+    monkeypatch.setattr(os, "listdir", raise_permission_error)
+    assert load(ONE, OWN) == []
+
+
+def raise_permission_error(*_: Any) -> None:
+    raise PermissionError
+
+
+UNNAMED = replace(A100, name="NVIDIA A100 80GB PCIe")
+
+
+@pytest.mark.parametrize(
+    ("model", "there", "options"),
+    [
+        ("glm-5.2 tp4", A100, "--model glm-5.2 --tp 4 --gpu a100"),
+        ("glm-5.2 tp4", UNNAMED, "--model glm-5.2 --tp 4 --gpu sm_80"),
+        ("my `own` tp4", A100, "--model kimi-k3 --tp 8 --gpu a100"),
+    ],
+)
+def test_another_gpu_is_told_once(
+    model: str,
+    there: DeviceInfo,
+    options: str,
+    quick: None,
+    gpu: FakeGpu,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the command that makes one for it, of the same model where that is a plain name."""
+    folder = tmp_path / "bundle"
+    monkeypatch.setattr(toolchain, "nvrtc_version", lambda: (12, 9))
+    bundling.make([ONE], model, H200, folder)
+    monkeypatch.setattr(toolchain, "nvrtc_version", refuse)
+    named(monkeypatch, folder)
+    gpu.gpu = there
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             with pytest.raises(ToolchainError, match="there is no compiler"):
                 load_quietly(ONE)
     (text,) = warned(caught)
-    assert f"{folder} is for sm_90, and not used on {A100.name}, sm_80" in text
+    assert f"{folder} is for sm_90, and not used on {there.name}, sm_80" in text
+    assert text.endswith(f"; make one with `k3cupy bundle {options} --out FOLDER`")
 
 
 def test_the_driver_is_too_old_for_a_bundle(
@@ -583,6 +726,50 @@ def test_the_command_makes_a_folder_or_a_wheel(
     done = CliRunner().invoke(main, [*words, str(tmp_path / "notes")])
     assert done.exit_code == 1
     assert "out: expected an empty folder or a bundle, got " in done.output
+
+
+def of_others(folder: Path) -> str:
+    (folder / "mine.txt").touch()
+    return f"out: expected an empty folder or a bundle, got {folder}, which is none"
+
+
+def open_to_others(folder: Path) -> str:
+    folder.chmod(0o777)
+    told = f"out: expected a folder that you alone can write, got {folder}, which has mode 0777, so"
+    return f"{told} that others could put any code there: `chmod go-w` it"
+
+
+def not_to_be_made(folder: Path) -> str:
+    folder.rmdir()
+    folder.symlink_to("nowhere/at/all")
+    told = f"out: expected a folder that can be made and read, got {folder}: "
+    return told + os.strerror(errno.EEXIST)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "options"),
+    [(of_others, ""), (open_to_others, ""), (not_to_be_made, ""), (not_to_be_made, "--wheel")],
+)
+def test_a_bad_out_is_told_before_anything_is_chosen(
+    spoil: Callable[[Path], str],
+    options: str,
+    quick: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bundling, "instances_of", None)
+    folder = tmp_path / "out"
+    folder.mkdir()
+    told = spoil(folder)
+    words = f"bundle --model kimi-k3 --tp 8 --gpu h200 {options} --out".split()
+    done = CliRunner().invoke(main, [*words, str(folder)])
+    assert (done.exit_code, done.output) == (1, f"Error: {told}\n")
+
+
+def test_wheels_may_lie_among_the_files_of_others(quick: None, tmp_path: Path) -> None:
+    for spoil in (of_others, open_to_others):
+        spoil(tmp_path)
+        assert bundling.make_wheel([ONE], "tiny tp1", H200, tmp_path).parent == tmp_path
 
 
 def test_a_smaller_bundle_leaves_nothing_of_the_larger_one(folder: Path) -> None:

@@ -44,6 +44,7 @@ def bundle(
     projections.of_degree(model, tp)
     there = gpu_of(gpu)
     toolchain.need_compiler()
+    bundling.take_folder(out.absolute(), for_wheels=wheel)
     of_calls = bundling.instances_of(
         model, tp, there, batch_invariant=batch_invariant, kv_inputs_ready=kv_inputs_ready
     )

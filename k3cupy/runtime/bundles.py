@@ -14,6 +14,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import stat
 import sys
 from collections.abc import Iterator
@@ -21,7 +22,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from k3cupy.runtime import binaries, env, sources, toolchain
+from k3cupy.runtime import binaries, devices, env, sources, toolchain
+from k3cupy.runtime.errors import shown
+from k3cupy.runtime.tensors import is_integer
 from k3cupy.runtime.warn import warn_user
 
 if TYPE_CHECKING:
@@ -32,9 +35,9 @@ MANIFEST = "manifest.json"
 PACKAGE = "k3cupy_bundles"
 """Of wheels: each adds a folder to this namespace package."""
 
-HINT = "make one with `k3cupy bundle --model kimi-k3 --tp 8 --gpu h200 --out FOLDER`"
 _SCHEMA = 1
 _MOST_BYTES = 1 << 24
+_MOST_CHARACTERS = 80
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ class Bundle:
         arch: what it is compiled for, for example ``"sm_90"``.
         compiler: what compiled it.
         kernels: source -> digest, of all sources that it has binaries of.
-        instances: how many it has.
+        instances: how many it was made with.
+        missing: how many files of them are not there, as after an interrupted copy.
     """
 
     folder: Path
@@ -60,10 +64,17 @@ class Bundle:
     compiler: str
     kernels: dict[str, str]
     instances: int
+    missing: int = 0
 
     def __str__(self) -> str:
         made = f"{self.instances} kernels for {self.model} on {self.gpu} ({self.arch})"
-        return f"{self.folder}: {made}, by k3cupy {self.package} with {self.compiler}"
+        how = f"by k3cupy {self.package} with {self.compiler}"
+        return ", ".join(filter(None, (f"{self.folder}: {made}", how, self.lack)))
+
+    @property
+    def lack(self) -> str:
+        """How many files are missing, in words; nothing where all are there."""
+        return f"{self.missing} of {self.instances} files are missing" if self.missing else ""
 
 
 @dataclass(frozen=True)
@@ -75,7 +86,8 @@ class Known:
 
     def described(self) -> str:
         """Return where a kernel was looked for, as part of a sentence."""
-        names = [f"{bundle.folder} ({bundle.arch})" for bundle in self.bundles]
+        facts = [(b.folder, ", ".join(filter(None, (b.arch, b.lack)))) for b in self.bundles]
+        names = [f"{folder} ({fact})" for folder, fact in facts]
         told = f"not in the bundle {', '.join(names)}" if names else "there is no bundle of it"
         return told + (f" (not used: {'; '.join(self.refused)})" if self.refused else "")
 
@@ -100,16 +112,27 @@ def find(instance: Instance, digest: str, gpu: DeviceInfo) -> Found | None:
     """Return the binary of an instance, of sources with a digest; None where no bundle has it."""
     given = known()
     for why in given.refused:
-        _warn_once(f"kernel bundle: not used, {why}; {HINT}")
+        _warn_once(f"kernel bundle: not used, {why}; {_hint(gpu)}")
     fitting = [bundle for bundle in given.bundles if bundle.arch == gpu.arch]
     for bundle in fitting:
+        if bundle.missing:
+            _warn_once(f"kernel bundle: {bundle.folder}: {bundle.lack}; copy it again")
         content = _read(bundle, key_of(instance, digest, gpu.arch))
         if content is not None:
             return Found(bundle, content)
     if given.bundles and not fitting:
         told = ", ".join(f"{bundle.folder} is for {bundle.arch}" for bundle in given.bundles)
-        _warn_once(f"kernel bundle: {told}, and not used on {gpu.name}, {gpu.arch}; {HINT}")
+        hint = _hint(gpu, given.bundles[0].model)
+        _warn_once(f"kernel bundle: {told}, and not used on {gpu.name}, {gpu.arch}; {hint}")
     return None
+
+
+def _hint(gpu: DeviceInfo, made_for: str = "") -> str:
+    """Return what makes a bundle for a GPU, of the model that another one was made for."""
+    match = re.fullmatch(r"([\w.-]+) tp(\d+)", made_for, re.ASCII)
+    model, tp = match.groups() if match else ("kimi-k3", "8")
+    name = devices.option_of(gpu)
+    return f"make one with `k3cupy bundle --model {model} --tp {tp} --gpu {name} --out FOLDER`"
 
 
 def key_of(instance: Instance, digest: str, arch: str) -> str:
@@ -126,7 +149,8 @@ def write_manifest(bundle: Bundle, names: dict[str, dict[str, str]]) -> None:
         bundle: the facts.
         names: file -> its instance, for people.
     """
-    facts = {key: value for key, value in asdict(bundle).items() if key != "folder"}
+    facts = asdict(bundle)
+    del facts["folder"], facts["missing"]
     text = json.dumps({"schema": _SCHEMA, **facts, "files": names}, indent=1)
     path = bundle.folder / MANIFEST
     partial = path.with_suffix(".tmp")
@@ -167,23 +191,50 @@ def _known(named: tuple[str, ...], path: tuple[str, ...]) -> Known:
         except FileNotFoundError as error:
             refused.append(f"there is no {error.filename}")
         except (OSError, ValueError) as error:
-            refused.append(f"{folder}: {error}")
+            refused.append(_refusal(folder, error))
     return Known(tuple(found), tuple(refused))
 
 
+def _refusal(folder: Path, error: Exception) -> str:
+    """Return why a folder is not used: its path once, and no number of an error."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or folder}: {error.strerror}"
+    text = str(error)
+    return text if text.startswith(f"{folder} ") else f"{folder}: {text}"
+
+
 def _bundle(folder: Path) -> Bundle:
+    if folder.suffix == ".whl" and folder.is_file():
+        raise ValueError("a wheel is used once `pip install` has installed it; leave it out here")
     facts = read_manifest(folder)
-    kernels, count = facts.get("kernels"), facts.get("instances")
-    words = {n: str(facts.get(n)) for n in ("package", "model", "gpu", "arch", "compiler")}
-    if not isinstance(kernels, dict) or not isinstance(count, int):
+    kernels, count, files = (facts.get(name) for name in ("kernels", "instances", "files"))
+    words = {name: _word(facts, name) for name in ("package", "model", "gpu", "arch", "compiler")}
+    if not (isinstance(kernels, dict) and isinstance(files, dict) and kernels and files):
         raise ValueError(f"its {MANIFEST} does not say which kernels it has")
+    if not is_integer(count) or count != len(files):
+        counted = f"{shown(count)} instances, and lists {len(files)} files"
+        raise ValueError(f"its {MANIFEST} says that it has {counted}")
     for source, digest in kernels.items():
         if source not in _sources() or digest != sources.shipped_digest(source):
             raise ValueError(
                 f"its binaries are of other kernels, those of k3cupy {words['package']}: "
-                f"{source} is not that of this package"
+                f"{_on_one_line(source)} is not that of this package"
             )
-    return Bundle(folder, **words, kernels=kernels, instances=count)
+    missing = 0
+    with contextlib.suppress(PermissionError):  # files may be read where nobody may list them
+        missing = len(files.keys() - set(os.listdir(folder)))
+    return Bundle(folder, **words, kernels=kernels, instances=count, missing=missing)
+
+
+def _word(facts: dict[str, Any], name: str) -> str:
+    if not isinstance(facts.get(name), str):
+        raise ValueError(f"its {MANIFEST} has no text {name}, got {shown(facts.get(name))}")
+    return _on_one_line(facts[name])
+
+
+def _on_one_line(text: str) -> str:
+    """Return a manifest's text as a terminal may show it, quoted where it holds more than that."""
+    return text if text.isprintable() and len(text) <= _MOST_CHARACTERS else shown(text)
 
 
 def _sources() -> set[str]:
@@ -210,7 +261,7 @@ def _read(bundle: Bundle, key: str) -> bytes | None:
             raise PermissionError(f"{path.name} is damaged, or others can write it")
         return content
     except OSError as error:
-        _warn_once(f"kernel bundle: not used, {bundle.folder}: {error}")
+        _warn_once(f"kernel bundle: not used, {_refusal(bundle.folder, error)}")
         return None
 
 

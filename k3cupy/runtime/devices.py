@@ -133,6 +133,11 @@ def named(name: str | DeviceInfo) -> DeviceInfo:
     reject("gpu", known, shown(name), hint, kind)
 
 
+def option_of(gpu: DeviceInfo) -> str:
+    """Return what ``named``, and with it ``--gpu``, takes for a GPU: a short name, or its arch."""
+    return next((short for short, known in NAMED.items() if known.name == gpu.name), gpu.arch)
+
+
 def check_supported(gpu: DeviceInfo) -> None:
     """Refuse a GPU on which no kernel runs, before anything is chosen or compiled for it.
 
