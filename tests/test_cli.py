@@ -395,6 +395,12 @@ def test_warmup_without_a_gpu_is_one_clear_line(options: tuple[str, ...]) -> Non
         (("--dtype", "float32"), "dtype", "'float32'"),
         (("--kv-cache", "fp8_ds_mla", "--query-fp8"), "query_fp8", "True"),
         (("--op", "mla_train"), "op", "'mla_train'"),
+        (("--op", "mla_query", "--heads", "0"), "heads", "0"),
+        (
+            ("--op", "mla_norm", "--heads", "12"),
+            "heads",
+            r"\(12,\)\. Leave it out: mla_norm has no option heads",
+        ),
         (
             ("--op", "mla_prefill", "--query-fp8"),
             "query_fp8",
@@ -427,6 +433,18 @@ def test_warmup_compiles_for_promises_formats_and_layouts(gpu: FakeGpu) -> None:
     (name,) = gpu.compiled
     assert name.startswith("k3cupy::mla_decode_epilogue<__half, true, k3cupy::CacheFormat::kSame")
     assert ", false, true, false, " in name, "no RoPE, the promise, not aligned"
+
+
+def test_warmup_of_the_query_for_the_heads_that_are_named(gpu: FakeGpu) -> None:
+    """12 are the default, and with 24 another configuration runs."""
+    options = ("--op", "mla_query", "--kv-cache", "fp8", "--tokens", "4")
+    heads = [(), ("--heads", "12"), ("--heads", "24"), ("--heads", "12", "--heads", "24")]
+    for named, new, ready in zip(heads, (1, 0, 1, 0), (1, 1, 1, 2), strict=True):
+        before = len(gpu.compiled)
+        code, output = run("warmup", *options, *named)
+        assert code == 0, output
+        assert len(gpu.compiled) - before == new
+        assert f"{ready} kernels are ready" in output
 
 
 def test_warmup_compiles_for_the_weights_of_a_preset(gpu: FakeGpu) -> None:

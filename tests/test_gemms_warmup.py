@@ -39,6 +39,11 @@ WRONG_FOR_BOTH: list[tuple[str, Any, str]] = [
     ("vector", "yes", "'yes'"),
     ("weight_is_static", None, "None"),
     ("residual", [True, 0], r"\[True, 0\]"),
+    ("residual", [], "none"),
+    ("shapes", 5, "5"),
+    ("shapes", "kimi", "'kimi'"),
+    ("tokens", 1.5, r"1\.5"),
+    ("progress", "no", "'no'"),
 ]
 NOT_THEIRS = {"kv_cache", "rope", "split", "query_fp8"}
 
@@ -84,7 +89,7 @@ def test_what_is_explained_runs_and_was_compiled_ahead(
 def test_arguments(fake_h200: FakeGpu, gemm: Gemm) -> None:
     most = gemm.max_tokens
     for name, value, found in (*WRONG_FOR_BOTH, ("tokens", most + 1, str(most + 1))):
-        arguments = {"op": gemm.name, name: value, "progress": False}
+        arguments = {"op": gemm.name, "progress": False, name: value}
         text = refused(arguments, name, f"^{found}$", operation=k3cupy.warmup)
         assert (f"config with op='{gemm.name}'" in text) == (name in NOT_THEIRS)
     assert fake_h200.compiled == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from fake_device import H200
 from helpers import refused
 from toolchain_helpers import FakeGpu, fake_gpu
@@ -12,6 +13,7 @@ from toolchain_helpers import FakeGpu, fake_gpu
 import k3cupy
 from k3cupy.choose.mla import configs
 from k3cupy.kernels.mla_decode import UNTUNED, Variant
+from k3cupy.ops.warmup import wanted_of
 from k3cupy.runtime import devices
 
 
@@ -23,10 +25,20 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 
 WRONG_FOR_WARMUP: list[tuple[dict[str, Any], str, str]] = [
     ({"op": "prefill"}, "op", "'prefill'"),
+    ({"op": ["mla_decode"]}, "op", r"\['mla_decode'\]"),
     ({"dtype": "float32"}, "dtype", "'float32'"),
     ({"dtype": ["bfloat16", "half"]}, "dtype", "'half'"),
+    ({"dtype": torch.bfloat16}, "dtype", r"torch\.bfloat16"),
+    ({"dtype": [torch.bfloat16]}, "dtype", r"torch\.bfloat16"),
+    ({"dtype": [["bfloat16"]]}, "dtype", r"\['bfloat16'\]"),
+    ({"dtype": None}, "dtype", "None"),
+    ({"dtype": []}, "dtype", "none"),
     ({"kv_cache": "fp4"}, "kv_cache", "'fp4'"),
+    ({"kv_cache": ()}, "kv_cache", "none"),
     ({"kv_cache": "fp8_ds_mla", "query_fp8": True}, "query_fp8", "True"),
+    ({"kv_cache": ["fp8", "fp8_ds_mla"], "query_fp8": [False, True]}, "query_fp8", "True"),
+    ({"rope": []}, "rope", "none"),
+    ({"progress": "no"}, "progress", "'no'"),
     ({"split": 1}, "split", "1"),
     ({"config": [1]}, "config", r"\[1\]"),
     ({"device": 7}, "device", "7"),
@@ -37,7 +49,7 @@ WRONG_FOR_WARMUP: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("arguments", "name", "found"), WRONG_FOR_WARMUP, ids=str)
 def test_warmup_arguments(arguments: dict[str, Any], name: str, found: str, gpu: FakeGpu) -> None:
-    refused({**arguments, "progress": False}, name, f"^{found}", operation=k3cupy.warmup)
+    refused({"progress": False, **arguments}, name, f"^{found}", operation=k3cupy.warmup)
     assert gpu.compiled == []
 
 
@@ -64,6 +76,20 @@ def test_warmup_compiles_what_a_call_may_choose(gpu: FakeGpu) -> None:
     assert len(gpu.compiled) == len(expected)
     assert k3cupy.warmup(kv_cache="bf16", vector=False, progress=False) == 1
     assert gpu.compiled[-1] == UNTUNED.name_expression(Variant("bfloat16", vector=False))
+
+
+@pytest.mark.parametrize("op", ["mla_decode", "mla_query"])
+def test_an_fp8_query_leaves_out_the_cache_that_has_none(op: str) -> None:
+    """Where the caches are the default: every combination that there is."""
+    default, none, named = (
+        list(wanted_of(op, {"query_fp8": [False, True], **caches})(H200))
+        for caches in ({}, {"kv_cache": None}, {"kv_cache": ["bf16", "fp8"]})
+    )
+    alone = wanted_of(op, {"query_fp8": False, "kv_cache": "fp8_ds_mla"})(H200)
+    assert default == none
+    assert set(default) == {*named, *alone}
+    only_fp8 = set(wanted_of(op, {"query_fp8": True})(H200))
+    assert only_fp8 == set(wanted_of(op, {"query_fp8": True, "kv_cache": ["bf16", "fp8"]})(H200))
 
 
 def test_warmup_shows_its_progress(gpu: FakeGpu, capsys: pytest.CaptureFixture[str]) -> None:

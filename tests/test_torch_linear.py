@@ -232,6 +232,7 @@ def test_batch_invariance_follows_the_last_call() -> None:
         ({"tokens": [True]}, ValueError, r"tokens: expected .*, got True"),
         ({"tokens": []}, ValueError, r"tokens: expected at least one, got none"),
         ({"tokens": "8"}, ValueError, r"tokens: expected .*, got '8'"),
+        ({"tokens": 1.5}, TypeError, r"tokens: expected numbers from 1 to 64, got 1\.5"),
         ({"warmup": 1}, TypeError, r"warmup: expected True or False, got 1"),
         ({"batch_invariant": 1}, TypeError, r"batch_invariant: expected None, .*, got 1"),
     ],

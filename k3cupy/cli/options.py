@@ -147,6 +147,9 @@ def operation_options(command: _Command) -> _Command:
             ),
             shape_option("GEMM: N x K of a weight, as 2112x7168; all of Kimi-K3 by default."),
             preset_option("GEMM: the weights of a named model."),
+            click.option(
+                "--heads", multiple=True, type=int, help="Query: local heads; 12 by default."
+            ),
             click.option("--tokens", multiple=True, type=int, help=gemm_tokens),
             click.option(
                 "--strided/--packed", default=None, help="Fused-A: layout of x; both by default."

@@ -1,18 +1,17 @@
 """Compiling ahead: before a graph capture, before serving, or once for a shared disk cache.
 
 One function an operation gives the instances that its calls will need; its arguments are the
-options that ``warmup`` takes for it. Types, formats and flags may be several, and all combinations
-are compiled.
+options that ``warmup`` takes for it. Types, formats and flags come to it as several, and all
+combinations are compiled.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import itertools
-import numbers
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from k3cupy import projections
@@ -47,8 +46,8 @@ from k3cupy.runtime.instances import Instance
 from k3cupy.runtime.tensors import is_integer
 from k3cupy.runtime.text import compiling
 
-Flags = bool | Sequence[bool]
-Names = str | Sequence[str]
+Flags = Sequence[bool]
+Names = Sequence[str]
 Numbers = int | Iterable[int] | None
 Shapes = Iterable[tuple[int, int]] | str | None
 Wanted = Callable[[DeviceInfo], Iterable[Instance]]
@@ -57,7 +56,9 @@ Wanted = Callable[[DeviceInfo], Iterable[Instance]]
 EVERY_CACHE = ("bf16", "fp8", "fp8_ds_mla")
 _CACHES = {"bf16": "same", "fp16": "same", "same": "same", "fp8": "fp8", "fp8_ds_mla": "ds_mla"}
 _INSERTS = dict(zip(("same", "ds_mla", "fp8"), INSERTS, strict=True))
-_MOST_ROWS = (1 << 31) - 1
+_NAMES = {"dtype": tuple(CTYPES), "kv_cache": tuple(_CACHES)}
+_BF16, _NO, _YES, _BOTH = ("bfloat16",), (False,), (True,), (False, True)
+_FEW, _MOST_ROWS = range(1, fused_a_gemm.MAX_TOKENS + 1), (1 << 31) - 1
 
 
 def warmup(
@@ -91,10 +92,11 @@ def warmup(
       as ``is_batch_invariant`` says), out_dtype, for x of both kinds.
 
     ``dtype`` is ``"bfloat16"`` or ``"float16"``; ``kv_cache`` ``"bf16"`` (or ``"fp16"``: the
-    inputs' type), ``"fp8"``, ``"fp8_ds_mla"``; ``shapes`` (N, K) of the weights, the name of a
-    preset such as ``"deepseek-v3-tp8"``, or None for every projection of Kimi-K3; ``tokens`` every
-    M that will come, None for all that one launch takes; ``out_dtype`` None or float32, of outputs
-    of the GEMMs; ``config`` None for every configuration that a call may get.
+    inputs' type), ``"fp8"``, ``"fp8_ds_mla"``, which has no fp8 query, or None for all that fit;
+    ``shapes`` (N, K) of the weights, the name of a preset such as ``"deepseek-v3-tp8"``, or None
+    for every projection of Kimi-K3; ``tokens`` every M that will come, None for all that one launch
+    takes; ``out_dtype`` None or float32, of outputs of the GEMMs; ``config`` None for every
+    configuration that a call may get.
 
     Args:
         op: which operation.
@@ -117,6 +119,7 @@ def warmup(
         ... # doctest: +SKIP
         4
     """
+    checks.check_flags(locals(), "progress")
     wanted = wanted_of(op, options)
     ordinal = devices.ordinal_of(device)
     chosen = wanted(devices.info(ordinal))
@@ -128,37 +131,34 @@ def warmup(
 
 def wanted_of(op: str, options: dict[str, Any]) -> Wanted:
     """Check the options of a warm-up and return what it will compile."""
-    if op not in OPERATIONS:
+    if not isinstance(op, str) or op not in OPERATIONS:
         reject("op", " or ".join(map(repr, OPERATIONS)), shown(op))
     known = inspect.signature(OPERATIONS[op]).parameters
+    read = dict(options)
     for name, value in options.items():
         if name not in known:
             expected = f"one of {', '.join(known)} with op={op!r}"
             hint = f"Leave it out: {op} has no option {name}"
             reject(name, expected, shown(value), hint, TypeError)
-        if str(known[name].annotation).startswith("Flags"):
-            _check_flags(name, value, known[name].default)
-    return functools.partial(instances.supported, OPERATIONS[op](**options))
-
-
-def _check_flags(name: str, value: Any, default: Any) -> None:
-    """Accept a flag, or several; None where it is the default."""
-    flags = [value] if isinstance(value, bool) else value
-    several = isinstance(flags, list | tuple) and all(isinstance(flag, bool) for flag in flags)
-    if not several and not (value is None and default is None):
-        reject(name, "True, False or several of them", shown(value), error=TypeError)
+        if value is None and known[name].default is None:
+            continue
+        if name in _NAMES:
+            read[name] = _names(name, value, _NAMES[name])
+        elif str(known[name].annotation).startswith("Flags"):
+            read[name] = _flags(name, value)
+    return functools.partial(instances.supported, OPERATIONS[op](**read))
 
 
 # --- The kernels of an MLA layer -----------------------------------------------------------------
 
 
 def _mla_decode(
-    dtype: Names = "bfloat16",
-    kv_cache: Names = EVERY_CACHE,
+    dtype: Names = _BF16,
+    kv_cache: Names | None = None,
     query_fp8: Flags | None = None,
-    rope: Flags = False,
-    kv_inputs_ready: Flags = False,
-    vector: Flags = True,
+    rope: Flags = _NO,
+    kv_inputs_ready: Flags = _NO,
+    vector: Flags = _YES,
     config: MlaDecodeConfig | None = None,
 ) -> Wanted:
     checks.check_config(config, MlaDecodeConfig)
@@ -168,22 +168,20 @@ def _mla_decode(
 
 
 def _mla_query(
-    dtype: Names = "bfloat16",
-    kv_cache: Names = EVERY_CACHE,
+    dtype: Names = _BF16,
+    kv_cache: Names | None = None,
     query_fp8: Flags | None = None,
-    rope: Flags = False,
-    weight_is_static: Flags = False,
-    heads: Numbers = 12,
+    rope: Flags = _NO,
+    weight_is_static: Flags = _NO,
+    heads: int | Iterable[int] = 12,
     tokens: Numbers = None,
     config: MlaQueryConfig | None = None,
 ) -> Wanted:
     checks.check_config(config, MlaQueryConfig)
-    counts = tokens_of(
-        range(1, fused_a_gemm.MAX_TOKENS + 1) if tokens is None else tokens, _MOST_ROWS
-    )
-    shares = tokens_of(heads, _MOST_ROWS, "heads")
+    counts = tokens_of(_FEW if tokens is None else tokens, _MOST_ROWS)
+    shares = _counts_of("heads", heads, _MOST_ROWS)
     variants = _of_formats(mla_query.Variant, dtype, kv_cache, query_fp8, rope, weight_is_static)
-    statics = itertools.product(_named("dtype", dtype, CTYPES), _several(weight_is_static))
+    statics = product(dtype, weight_is_static)
     absorbed = [mla_value.Variant(k, weight_is_static=s, absorb=True) for k, s in statics]
     separate = (
         _mla_norm(dtype, weight_is_static),
@@ -199,14 +197,14 @@ def _mla_query(
         }
         pairs = ((mla_query.tile_of(n), c.config) for n, of in chosen.items() for c in of)
         fused = [pair for pair in dict.fromkeys(pairs) if pair[1] is not None]
-        for variant, (tile, each) in itertools.product(variants, fused):
+        for variant, (tile, each) in product(variants, fused):
             yield each.instance(replace(variant, tile_m=tile))
         one_launch = {n for n, of in chosen.items() if all(c.config for c in of)}
         apart = [n for n in counts if config is None and n not in one_launch]
         if apart:
             for part in separate:
                 yield from part(gpu)
-        if apart and "bfloat16" in _several(dtype):
+        if apart and "bfloat16" in dtype:
             q_b = [(share * QK_HEAD_DIM, Q_LORA_RANK) for share in shares]
             yield from _low_latency_linear(q_b, apart, weight_is_static=weight_is_static)(gpu)
 
@@ -214,78 +212,67 @@ def _mla_query(
 
 
 def _of_formats(
-    variant: Any,
-    dtype: Names,
-    kv_cache: Names,
-    query_fp8: Flags | None,
-    *flags: Any,
+    variant: Any, dtype: Names, kv_cache: Names | None, query_fp8: Flags | None, *flags: Flags
 ) -> list[Any]:
     """Return the variants of all combinations; the query is e4m3 where the cache is, by default."""
-    queries = (None,) if query_fp8 is None else _several(query_fp8)
-    caches = [_CACHES[name] for name in _named("kv_cache", kv_cache, _CACHES)]
+    caches = [_CACHES[name] for name in kv_cache or EVERY_CACHE]
     variants = [
         variant(kind, cache == "fp8" if query is None else query, cache, *rest)
-        for kind, query, cache, *rest in itertools.product(
-            _named("dtype", dtype, CTYPES), queries, caches, *map(_several, flags)
-        )
+        for kind, query, cache, *rest in product(dtype, query_fp8 or (None,), caches, *flags)
     ]
-    if not all(variant.is_valid() for variant in variants):
+    valid = [variant for variant in variants if variant.is_valid()]
+    if kv_cache and len(valid) < len(variants):
         reject("query_fp8", "False with an fp8_ds_mla cache", "True")
-    return variants
+    return valid
 
 
 def _mla_norm(
-    dtype: Names = "bfloat16",
-    weight_is_static: Flags = False,
-    vector: Flags = True,
+    dtype: Names = _BF16,
+    weight_is_static: Flags = _NO,
+    vector: Flags = _YES,
     config: MlaNormConfig | None = None,
 ) -> Wanted:
     checks.check_config(config, MlaNormConfig)
-    flags = map(_several, (weight_is_static, vector))
-    every = itertools.product(_named("dtype", dtype, CTYPES), *flags)
+    every = product(dtype, weight_is_static, vector)
     return _epilogue(mla_norm, mla_norm.UNTUNED, [mla_norm.Variant(*v) for v in every], config)
 
 
 def _mla_value(
-    dtype: Names = "bfloat16",
-    gate: Flags = False,
+    dtype: Names = _BF16,
+    gate: Flags = _NO,
     transposed: Flags | None = None,
-    weight_is_static: Flags = False,
-    vector: Flags = True,
+    weight_is_static: Flags = _NO,
+    vector: Flags = _YES,
     config: MlaValueConfig | None = None,
 ) -> Wanted:
     checks.check_config(config, MlaValueConfig)
-    orders = (False, True) if transposed is None else transposed
-    flags = map(_several, (gate, orders, weight_is_static, vector))
-    every = itertools.product(_named("dtype", dtype, CTYPES), *flags)
+    every = product(dtype, gate, transposed or _BOTH, weight_is_static, vector)
     return _epilogue(mla_value, mla_value.UNTUNED, [mla_value.Variant(*v) for v in every], config)
 
 
 def _mla_prefill(
-    dtype: Names = "bfloat16",
-    kv_cache: Names = EVERY_CACHE,
-    rope: Flags = False,
-    vector: Flags = True,
+    dtype: Names = _BF16,
+    kv_cache: Names | None = None,
+    rope: Flags = _NO,
+    vector: Flags = _YES,
     config: MlaPrefillConfig | None = None,
 ) -> Wanted:
-    inserts = [_INSERTS[_CACHES[name]] for name in _named("kv_cache", kv_cache, _CACHES)]
+    inserts = [_INSERTS[_CACHES[name]] for name in kv_cache or EVERY_CACHE]
     return _some_prefill((*inserts, KV_CONCAT, KV_CONCAT_QUANT), dtype, rope, vector, config)
 
 
 def _some_prefill(
     ops: Sequence[str],
-    dtype: Names = "bfloat16",
-    rope: Flags = False,
-    vector: Flags = True,
+    dtype: Names = _BF16,
+    rope: Flags = _NO,
+    vector: Flags = _YES,
     config: MlaPrefillConfig | None = None,
 ) -> Wanted:
     """The context operations have no RoPE, and one takes k_pe in e4m3 too."""
     checks.check_config(config, MlaPrefillConfig)
     variants = [
         mla_prefill.Variant(op, kind, turned and op in INSERTS, k_pe_fp8, wide)
-        for op, kind, turned, wide, k_pe_fp8 in itertools.product(
-            ops, _named("dtype", dtype, CTYPES), _several(rope), _several(vector), (False, True)
-        )
+        for op, kind, turned, wide, k_pe_fp8 in product(ops, dtype, rope, vector, _BOTH)
     ]
     valid = [variant for variant in variants if variant.is_valid()]
     return _epilogue(mla_prefill, mla_prefill.FEW_ROWS, valid, config)
@@ -308,11 +295,11 @@ def _epilogue(kernel: Any, element_wise: Any, variants: Sequence[Any], config: A
 def _fused_a_gemm(
     shapes: Shapes = None,
     tokens: Numbers = None,
-    residual: Flags = False,
-    weight_is_static: Flags = False,
-    batch_invariant: Flags = False,
+    residual: Flags = _NO,
+    weight_is_static: Flags = _NO,
+    batch_invariant: Flags = _NO,
     strided: Flags | None = None,
-    vector: Flags = True,
+    vector: Flags = _YES,
     out_dtype: Any = None,
     config: FusedAGemmConfig | None = None,
 ) -> Wanted:
@@ -320,16 +307,14 @@ def _fused_a_gemm(
     counts = tokens_of(tokens, fused_a_gemm.MAX_TOKENS)
     check_fused_a_config(config, max(counts))
     float32 = _is_float32(out_dtype)
-    products = [*itertools.product(pairs, counts)]
-    apart = (False, True) if strided is None else _several(strided)
+    products = [*product(pairs, counts)]
+    apart = strided or _BOTH
 
     def wanted(gpu: DeviceInfo) -> Iterator[Instance]:
         check_fused_a_config(config, max(counts), gpu)
-        for adds, invariant in itertools.product(_several(residual), _several(batch_invariant)):
+        for adds, invariant in product(residual, batch_invariant):
             chosen = [config] if config else _chosen(FUSED_A, products, gpu, adds, invariant)
-            for each, far, static, wide in itertools.product(
-                chosen, apart, _several(weight_is_static), _several(vector)
-            ):
+            for each, far, static, wide in product(chosen, apart, weight_is_static, vector):
                 variant = fused_a_gemm.Variant(wide, static, adds, float32)
                 yield from _fused_a_instances(each, variant, far)
 
@@ -356,10 +341,10 @@ def _fused_a_instances(
 def _skinny_gemm(
     shapes: Shapes = None,
     tokens: Numbers = None,
-    residual: Flags = False,
-    weight_is_static: Flags = False,
-    dtype: Names = "bfloat16",
-    vector: Flags = True,
+    residual: Flags = _NO,
+    weight_is_static: Flags = _NO,
+    dtype: Names = _BF16,
+    vector: Flags = _YES,
     out_dtype: Any = None,
     config: SkinnyGemmConfig | None = None,
 ) -> Wanted:
@@ -369,17 +354,14 @@ def _skinny_gemm(
     counts = tokens_of(asked, skinny_gemm.MAX_TOKENS)
     for count in counts:
         check_skinny_config(config, count)
-    kinds = _named("dtype", dtype, CTYPES)
     float32 = _is_float32(out_dtype)
 
     def wanted(gpu: DeviceInfo) -> Iterator[Instance]:
         check_skinny_config(config, gpu=gpu)
-        for pair, adds in itertools.product(pairs, _several(residual)):
-            products = itertools.product([pair], counts)
+        for pair, adds in product(pairs, residual):
+            products = product([pair], counts)
             chosen = [config] if config else _chosen(SKINNY, products, gpu, adds, False)
-            for each, kind, wide, static in itertools.product(
-                chosen, kinds, _several(vector), _several(weight_is_static)
-            ):
+            for each, kind, wide, static in product(chosen, dtype, vector, weight_is_static):
                 variant = skinny_gemm.Variant(kind, wide, adds, static, float32, pair[1])
                 yield each.instance(variant)
 
@@ -389,14 +371,13 @@ def _skinny_gemm(
 def _low_latency_linear(
     shapes: Shapes = None,
     tokens: Numbers = None,
-    residual: Flags = False,
-    weight_is_static: Flags = False,
+    residual: Flags = _NO,
+    weight_is_static: Flags = _NO,
     batch_invariant: bool | None = None,
     out_dtype: Any = None,
 ) -> Wanted:
     pairs = shapes_of(shapes, k_multiple=1)
-    most = fused_a_gemm.MAX_TOKENS
-    counts = tokens_of(range(1, most + 1) if tokens is None else tokens, _MOST_ROWS)
+    counts = tokens_of(_FEW if tokens is None else tokens, _MOST_ROWS)
     invariant = batch_invariance.resolved(batch_invariant)
     float32 = _is_float32(out_dtype)
     if invariant:
@@ -404,9 +385,9 @@ def _low_latency_linear(
         counts = tuple(dict.fromkeys(part.stop - part.start for part in rows))
 
     def wanted(gpu: DeviceInfo) -> Iterator[Instance]:
-        for (n, k), count, adds in itertools.product(pairs, counts, _several(residual)):
+        for (n, k), count, adds in product(pairs, counts, residual):
             found = choose(ALL, n, k, count, gpu, residual=adds, batch_invariant=invariant)
-            for static in _several(weight_is_static):
+            for static in weight_is_static:
                 if found.kernel == SKINNY:
                     variant = skinny_gemm.Variant("bfloat16", True, adds, static, float32, k)
                     yield found.config.instance(variant)
@@ -433,17 +414,36 @@ OPERATIONS: dict[str, Callable[..., Wanted]] = {
 # --- Options -------------------------------------------------------------------------------------
 
 
-def _several(value: Any) -> Sequence[Any]:
-    """Return the values of an option that takes one or several: texts, flags, numbers."""
-    return [value] if isinstance(value, str | numbers.Integral) else list(value)
+def _several(
+    option: str, value: Any, expected: str, is_one: Callable[[Any], bool]
+) -> tuple[Any, ...]:
+    """Return the values of an option that takes one or several; refuse others, and none at all."""
+    try:
+        found = (value,) if isinstance(value, str) or is_integer(value) else tuple(value)
+    except TypeError:
+        reject(option, expected, shown(value), error=TypeError)
+    for each in found:
+        if not is_one(each):
+            reject(option, expected, shown(each))
+    return found or reject(option, "at least one", "none")
 
 
-def _named(option: str, value: Names, known: Iterable[str]) -> Sequence[str]:
-    names = _several(value)
-    for name in names:
-        if name not in known:
-            reject(option, " or ".join(map(repr, known)), shown(name))
-    return names
+def _flags(option: str, value: Any) -> Flags:
+    flags = [value] if isinstance(value, bool) else value
+    if not isinstance(flags, list | tuple) or not all(isinstance(flag, bool) for flag in flags):
+        reject(option, "True, False or several of them", shown(value), error=TypeError)
+    return flags or reject(option, "at least one", "none")
+
+
+def _names(option: str, value: Any, known: Sequence[str]) -> Names:
+    expected = " or ".join(map(repr, known))
+    return _several(option, value, expected, lambda each: isinstance(each, str) and each in known)
+
+
+def _counts_of(option: str, value: Any, most: int) -> tuple[int, ...]:
+    expected = f"numbers from 1 to {most}"
+    counts = _several(option, value, expected, lambda each: _is_count(each) and each <= most)
+    return tuple(map(int, counts))
 
 
 def _is_float32(out_dtype: Any) -> bool:
@@ -453,28 +453,25 @@ def _is_float32(out_dtype: Any) -> bool:
 
 def shapes_of(shapes: Shapes, k_multiple: int) -> tuple[tuple[int, int], ...]:
     """Return (N, K) of each weight, None for every projection of Kimi-K3; refuse wrong ones."""
-    name = projections.MODELS[0] if shapes is None else shapes
-    pairs = list(projections.preset_shapes(name) if isinstance(name, str) else name)
+    given = projections.MODELS[0] if shapes is None else shapes
+    if isinstance(given, str):
+        (name,) = _names("shapes", given, projections.preset_names())
+        given = projections.preset_shapes(name)
+    pairs = _several("shapes", given, "pairs (N, K) of integers above 0", _is_pair)
     for pair in pairs:
-        if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(map(_is_count, pair))):
-            reject("shapes", "pairs (N, K) of integers above 0", shown(pair))
         if pair[1] % k_multiple:
             reject("shapes", f"K a multiple of {k_multiple}", shown(pair))
-    if not pairs:
-        reject("shapes", "at least one", "none")
     return tuple((int(n), int(k)) for n, k in pairs)
 
 
-def tokens_of(tokens: Numbers, most: int, option: str = "tokens") -> tuple[int, ...]:
+def tokens_of(tokens: Numbers, most: int) -> tuple[int, ...]:
     """Return the numbers of tokens, None for all; refuse those that no call can have."""
-    counts = range(1, most + 1) if tokens is None else _several(tokens)
-    for count in counts:
-        if not _is_count(count) or count > most:
-            reject(option, f"numbers from 1 to {most}", shown(count))
-    if not counts:
-        reject(option, "at least one", "none")
-    return tuple(map(int, counts))
+    return _counts_of("tokens", range(1, most + 1) if tokens is None else tokens, most)
 
 
 def _is_count(value: Any) -> bool:
     return is_integer(value) and bool(value > 0)
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple | list) and len(value) == 2 and all(map(_is_count, value))
