@@ -285,6 +285,36 @@ def test_a_cache_refuses_another_batch() -> None:
         model(input_ids=torch.ones(2, 3, dtype=torch.int64), past_key_values=cache)
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(
+    ("changes", "installed"),
+    [
+        (VARIANTS["halves"], True),
+        ({"kv_lora_rank": 256}, True),
+        ({"kv_lora_rank": 256}, False),
+        ({"qk_rope_head_dim": 32}, False),
+    ],
+)
+def test_a_cache_of_another_config_is_refused(
+    changes: dict[str, Any], installed: bool, tokens: int
+) -> None:
+    model, other = model_of(), config_of(**changes)
+    if installed:
+        engine.install(model)
+    names = "kv_lora_rank {}, qk_rope_head_dim {} and rope_interleave {}"
+    sizes = other.kv_lora_rank, other.qk_rope_head_dim, other.rope_interleave
+    ids = torch.ones(1, tokens, dtype=torch.int64)
+    expected = f"a LatentCache of the model's {names.format(512, 64, True)}"
+    with torch.no_grad(), refuses(f"cache: expected {expected}, got one of {names.format(*sizes)}"):
+        model(input_ids=ids, past_key_values=LatentCache(other, ROOM))
+
+
+def test_layers_that_are_not_installed_need_no_cache_of_their_rotation() -> None:
+    model, other = model_of(), config_of(**VARIANTS["halves"])
+    expected, _ = decode(model, static_cache(model), 1)
+    assert torch.equal(decode(model, LatentCache(other, ROOM), 1)[0], expected)
+
+
 def test_the_same_tensors_written_again_are_a_new_step() -> None:
     """Layers by hand, whose cosines and mask lie in the same memory at every step."""
     model = model_of(torch.bfloat16)

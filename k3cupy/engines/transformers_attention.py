@@ -166,9 +166,16 @@ class AbsorbedAttention(DeepseekV3Attention):  # type: ignore[misc]
     def _why_not_now(
         self, hidden: Tensor, mask: Tensor | None, cache: Any, kwargs: dict[str, Any]
     ) -> str:
-        """Return why a call goes to transformers' own forward, or ``""``."""
+        """Return why a call goes to transformers' own forward, or ``""``.
+
+        Raises:
+            ValueError: the cache was made of another config: later steps would read it wrongly.
+        """
         if not isinstance(cache, LatentCache):
             return f"cache: expected a LatentCache, got {type(cache).__name__}"
+        layer = cache.layers[self.layer_idx]
+        pairs = bool(self.config.rope_interleave)
+        layer.check_model(self.kv_lora_rank, self.qk_rope_head_dim, pairs)
         if hidden.shape[1] != 1:
             return "more than one token a sequence: keys and values are expanded"
         if kwargs.get("output_attentions") or getattr(self.config, "output_attentions", False):
@@ -184,7 +191,6 @@ class AbsorbedAttention(DeepseekV3Attention):  # type: ignore[misc]
         reason = _why_not_read(self.kv_b_proj, "kv_b_proj") if is_compiling() else why_not(self)
         if reason:
             return reason
-        layer = cache.layers[self.layer_idx]
         if mask is not None:
             wanted = (1, 1, layer.shape.tokens)
             if not isinstance(mask, Tensor) or tuple(mask.shape[1:]) != wanted:

@@ -79,6 +79,15 @@ class LatentLayer(CacheLayerMixin):  # type: ignore[misc]
             torch._dynamo.mark_static_address(self.slots)
         self.is_initialized = True
 
+    def check_model(self, rank: int, rope: int, pairs: bool) -> None:
+        """Refuse a model of another config than the one that the cache was made of."""
+        shape = self.shape
+        if (shape.rank, shape.rope, shape.pairs) != (rank, rope, pairs):
+            names = "kv_lora_rank {}, qk_rope_head_dim {} and rope_interleave {}"
+            expected = f"a LatentCache of the model's {names.format(rank, rope, pairs)}"
+            got = f"one of {names.format(shape.rank, shape.rope, shape.pairs)}"
+            reject("cache", expected, got, "Make it of the config of the model that it is for")
+
     def by_sequence(self) -> Tensor:
         """Return the cache as [batch, tokens, 576], a view."""
         return self.latent.view(self.batch_size, self.shape.tokens, -1)
@@ -115,7 +124,12 @@ class LatentLayer(CacheLayerMixin):  # type: ignore[misc]
 
         Returns:
             Both, [batch, 1, tokens, ...], in the order in which they came.
+
+        Raises:
+            ValueError: the cache is of other widths or another batch, or is full.
         """
+        # How the key is rotated does not show in it, and is translated back where it was not.
+        self.check_model(key_states.shape[-1], value_states.shape[-1], self.shape.pairs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         batch, _, length, _ = key_states.shape
