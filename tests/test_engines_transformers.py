@@ -7,6 +7,7 @@ import copy
 import functools
 import importlib
 import json
+import pickle
 import re
 import sys
 import tempfile
@@ -517,6 +518,38 @@ def test_a_model_may_change_its_type_and_be_copied() -> None:
     assert engine.uninstall(twin) == 2
     assert not any(type(m) is LowLatencyLinear for m in twin.modules())
     assert torch.equal(decode(twin, static_cache(twin), 4)[0], expected)
+
+
+def pickled(model: Any) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_copies_are_installed_and_given_back_like_the_model(copied: Callable[[Any], Any]) -> None:
+    model = model_of(torch.bfloat16)
+    k3cupy.enable_low_latency_gemm(model.lm_head)
+    classes = [type(m) for m in model.modules()]
+    engine.install(model)
+    twin = copied(model)
+    engine.uninstall(model)
+    row = engine.report()[ROW]
+    assert row.installed, "calls of the copy still come"
+    decode(twin, latent_cache(twin), 1, steps=2)
+    assert engine.report()[ROW].served == row.served + 4
+    assert engine.uninstall() == 2
+    assert engine.report().installed == 0
+    assert [type(m) for m in twin.modules()] == classes
+
+
+def test_what_was_pickled_is_installed_in_another_process() -> None:
+    model = model_of()
+    engine.install(model)
+    text = pickle.dumps(model)
+    engine.uninstall()
+    ours.targets.clear()
+    twin = pickle.loads(text)
+    assert engine.report()[ROW].installed
+    assert engine.uninstall(twin) == 2
 
 
 def test_saved_and_loaded(tmp_path: Path) -> None:

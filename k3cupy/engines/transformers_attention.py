@@ -8,6 +8,7 @@ module needs transformers; ``k3cupy.engines.transformers`` installs what is here
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,6 +39,9 @@ JOINED = "q_a and kv_a in one product"
 
 targets: dict[str, Target] = {}
 """By name; a layer holds only the name, for a layer is copied and its counts are not."""
+
+layers: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Layers whose calls come to us, copies too, which are to be given back."""
 
 _PLAIN = (Tensor, nn.Parameter)
 EPILOGUE = (torch.bfloat16, torch.float16)
@@ -138,6 +142,12 @@ class AbsorbedAttention(DeepseekV3Attention):  # type: ignore[misc]
     _parts: tuple[Any, Any] = (None, None)
     _apart = "install(model) was not called for them"
     _versions: tuple[int, int] = (-1, -1)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Become a copy of a layer, or what was pickled: its calls come to us too."""
+        super().__setstate__(state)
+        layers.add(self)
+        target_of(self.target_name).install()
 
     def forward(
         self,
