@@ -661,6 +661,36 @@ def test_one_layer_that_does_not_fit_has_a_row_of_its_own() -> None:
     assert row.why_not == "kv_b_proj is a Adapter, not an nn.Linear itself"
 
 
+def test_models_with_the_same_names_do_not_speak_for_each_other() -> None:
+    model, other = model_of(), model_of(kv_lora_rank=256)
+    engine.install(model)
+    report = engine.install(other)
+    assert report[ROW].installed
+    row = report["attention of model.layers.1.self_attn"]
+    assert row.why_not.startswith("kv_lora_rank and qk_rope_head_dim are 256 and 64")
+    decode(model, latent_cache(model), 1, steps=2)
+    assert engine.report()[ROW].served == 4
+    engine.uninstall(model)
+    assert not engine.report()[ROW].installed
+
+
+def test_layers_made_later_do_not_speak_for_each_other() -> None:
+    engine.install()
+    later = model_of()
+    model_of(kv_lora_rank=256)
+    assert engine.report()[ours.LATER].installed
+    assert isinstance(attention(later), ours.AbsorbedAttention)
+
+
+def test_a_model_whose_weights_stay_apart_does_not_speak_for_one_whose_do_not() -> None:
+    model, other = model_of(), model_of(q_lora_rank=None)
+    engine.install(model)
+    assert engine.install(other)[ours.JOINED].installed
+    engine.uninstall(model)
+    assert not engine.report()[ours.JOINED].installed
+    assert engine.report()[ROW].installed
+
+
 def one_step(model: Any, cache: Any, **options: Any) -> Any:
     return model(input_ids=torch.tensor([[5]]), past_key_values=cache, use_cache=True, **options)
 

@@ -132,9 +132,7 @@ def uninstall(model: nn.Module | None = None) -> int:
         if layer.__dict__.pop(_MARK, False):
             torch_linear.exchange_back(layer)
     given_back = sum(_give_back(layer) for layer in modules)
-    in_use = {ours.LATER} | {layer.target_name for layer in ours.layers}
-    if any(layer._joined is not None for layer in ours.layers):
-        in_use.add(ours.JOINED)
+    in_use = {ours.LATER} | ours.in_use()
     for target in ours.targets.values():
         if target.installed and (model is None or target.name not in in_use):
             target.leave("it was uninstalled")
@@ -160,14 +158,17 @@ def _targets_of(found: dict[str, Any], ours: Any) -> list[Target]:
     """Return the target of each layer: one for all whose names differ only in numbers.
 
     Where some of those can be exchanged and some cannot, one that cannot has a target of its own.
+    So it has where the layers of another model are installed by the name of all.
     """
-    patterns = {name: re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", name) for name in found}
+
+    def row(name: str) -> str:
+        return f"attention of {name or 'the module itself'}"
+
+    rows = {name: row(re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", name)) for name in found}
     fits = {name: not ours.why_not(layer) for name, layer in found.items()}
-    served = {patterns[name] for name in found if fits[name]}
-    names = [
-        name if not fits[name] and patterns[name] in served else patterns[name] for name in found
-    ]
-    return [ours.target_of(f"attention of {name or 'the module itself'}") for name in names]
+    served = {rows[name] for name in found if fits[name]} | ours.in_use(set(found.values()))
+    own = {name for name in found if not fits[name] and rows[name] in served}
+    return [ours.target_of(row(name) if name in own else rows[name]) for name in found]
 
 
 def _warm_up(layers: Iterable[Any], ours: Any) -> None:
@@ -190,7 +191,7 @@ def _exchange(layer: Any, target: Target) -> bool:
     reason = ours.why_not(layer)
     if reason:
         _give_back(layer)
-        target.leave(reason)
+        ours.leave(target, reason)
         return False
     layer.__class__ = ours.AbsorbedAttention
     layer.target_name = target.name

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +55,19 @@ _HAS_OUT_DTYPE = hasattr(torch.ops.aten.bmm, "dtype")
 def target_of(name: str) -> Target:
     """Return the target of a name, which is made where there is none."""
     return targets.setdefault(name, Target(name))
+
+
+def in_use(besides: Collection[nn.Module] = ()) -> set[str]:
+    """Return the names of the targets to which a layer's calls come, of layers besides these."""
+    others = [layer for layer in layers if layer not in besides]
+    joined = {JOINED for layer in others if layer._joined is not None}
+    return joined | {layer.target_name for layer in others}
+
+
+def leave(target: Target, reason: str) -> None:
+    """Say that calls do not come to us, and why, unless those of other layers still do."""
+    if target.name not in in_use():
+        target.leave(reason)
 
 
 _own_init: Any = None
@@ -314,7 +327,7 @@ class AbsorbedAttention(DeepseekV3Attention):  # type: ignore[misc]
         reason = self._why_apart()
         if reason:
             self._keep(None, reason)
-            target_of(JOINED).leave(reason)
+            leave(target_of(JOINED), reason)
             return reason
         parts = [self.q_a_proj.weight, self.kv_a_proj_with_mqa.weight]
         with torch.no_grad():
