@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import importlib
+import io
 import json
 import pickle
 import re
@@ -539,6 +540,54 @@ def test_copies_are_installed_and_given_back_like_the_model(copied: Callable[[An
     assert engine.uninstall() == 2
     assert engine.report().installed == 0
     assert [type(m) for m in twin.modules()] == classes
+
+
+def memory_of(model: Any) -> int:
+    """Bytes of all weights, with that of the joined product."""
+    joined = [getattr(m, "_joined", None) for m in model.modules()]
+    weights = [*model.parameters(), *(linear.weight for linear in joined if linear)]
+    memory = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in weights}
+    return sum(memory.values())
+
+
+def saved(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("again", [engine.install, engine.uninstall, nn.Module.double])
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved])
+def test_copies_hold_each_weight_once(
+    copied: Callable[[Any], Any], again: Callable[[Any], Any]
+) -> None:
+    model = model_of()
+    expected, _ = decode(model, static_cache(model), 1)
+    size = memory_of(model)
+    engine.install(model)
+    twin = copied(model)
+    if copied is not pickled:
+        assert memory_of(twin) == size
+    assert torch.equal(decode(twin, latent_cache(twin), 1)[0], expected)
+    assert list(engine.report()[ours.JOINED].handed_back) == [ours.COPIED]
+    again(twin)
+    assert memory_of(twin) == size * (2 if again is nn.Module.double else 1)
+    weight = attention(twin).q_a_proj.weight
+    is_joined = weight.untyped_storage().nbytes() > weight.nbytes
+    assert is_joined is (again is not engine.uninstall)
+    assert memory_of(model) == size
+    assert attention(model)._joined_now() is attention(model)._joined
+
+
+def test_a_part_whose_partner_was_replaced_gets_its_own_memory_back() -> None:
+    model = model_of()
+    size = memory_of(model)
+    engine.install(model)
+    layer = attention(model)
+    layer.q_a_proj.weight = nn.Parameter(layer.q_a_proj.weight.clone())
+    engine.uninstall(model)
+    assert memory_of(model) == size
 
 
 def test_what_was_pickled_is_installed_in_another_process() -> None:

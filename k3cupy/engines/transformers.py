@@ -76,9 +76,10 @@ def install(
     _check_model(model)
     _check_engine()
     from k3cupy.engines import transformers_attention as ours
+    from k3cupy.engines import transformers_later
 
     if model is None:
-        ours.exchange_later(_exchange)
+        transformers_later.exchange_later(_exchange)
         return report()
     from k3cupy.torch.torch_linear import LowLatencyLinear
 
@@ -121,10 +122,11 @@ def uninstall(model: nn.Module | None = None) -> int:
     _check_model(model)
     _check_engine()
     from k3cupy.engines import transformers_attention as ours
+    from k3cupy.engines import transformers_later
     from k3cupy.torch import torch_linear
 
     if model is None:
-        ours.exchange_no_more()
+        transformers_later.exchange_no_more()
         modules = [*ours.layers, *torch_linear.exchanged]
     else:
         modules = list(model.modules())
