@@ -388,6 +388,24 @@ def test_sequences_go_on_from_others() -> None:
         assert layer.latent.data_ptr() == address
 
 
+def test_a_cache_may_wait_elsewhere() -> None:
+    model = model_of()
+    engine.install(model)
+    cache = latent_cache(model)
+    for layer in cache.layers:  # nothing is there yet
+        layer.offload()
+        layer.prefetch()
+    decode(model, cache, 1, steps=1)
+    rows = cache.layers[0].latent.clone()
+    cache.offload(0)
+    cache.layers[0].prefetch()
+    assert torch.equal(cache.layers[0].latent, rows)
+    cache.layers[1].device = torch.device("meta")
+    cache.layers[1].prefetch()
+    assert cache.layers[1].latent.is_meta
+    assert cache.layers[1].latent.shape == rows.shape
+
+
 def test_a_mask_that_is_written_within_a_step_is_made_anew() -> None:
     cache, rotation = LatentCache(config_of(), ROOM), (torch.ones(1, 1, 64), torch.ones(1, 1, 64))
     mask = torch.ones(1, 1, 1, ROOM, dtype=torch.bool)
