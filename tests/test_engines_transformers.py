@@ -603,7 +603,7 @@ def test_a_part_whose_partner_was_replaced_gets_its_own_memory_back() -> None:
     size = memory_of(model)
     engine.install(model)
     layer = attention(model)
-    layer.q_a_proj.weight = nn.Parameter(layer.q_a_proj.weight.clone())
+    layer.q_a_proj.weight.data = layer.q_a_proj.weight.clone()
     engine.uninstall(model)
     assert memory_of(model) == size
 
