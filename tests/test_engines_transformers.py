@@ -6,7 +6,9 @@ import contextlib
 import copy
 import functools
 import importlib
+import io
 import json
+import pickle
 import re
 import sys
 import tempfile
@@ -285,6 +287,36 @@ def test_a_cache_refuses_another_batch() -> None:
         model(input_ids=torch.ones(2, 3, dtype=torch.int64), past_key_values=cache)
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(
+    ("changes", "installed"),
+    [
+        (VARIANTS["halves"], True),
+        ({"kv_lora_rank": 256}, True),
+        ({"kv_lora_rank": 256}, False),
+        ({"qk_rope_head_dim": 32}, False),
+    ],
+)
+def test_a_cache_of_another_config_is_refused(
+    changes: dict[str, Any], installed: bool, tokens: int
+) -> None:
+    model, other = model_of(), config_of(**changes)
+    if installed:
+        engine.install(model)
+    names = "kv_lora_rank {}, qk_rope_head_dim {} and rope_interleave {}"
+    sizes = other.kv_lora_rank, other.qk_rope_head_dim, other.rope_interleave
+    ids = torch.ones(1, tokens, dtype=torch.int64)
+    expected = f"a LatentCache of the model's {names.format(512, 64, True)}"
+    with torch.no_grad(), refuses(f"cache: expected {expected}, got one of {names.format(*sizes)}"):
+        model(input_ids=ids, past_key_values=LatentCache(other, ROOM))
+
+
+def test_layers_that_are_not_installed_need_no_cache_of_their_rotation() -> None:
+    model, other = model_of(), config_of(**VARIANTS["halves"])
+    expected, _ = decode(model, static_cache(model), 1)
+    assert torch.equal(decode(model, LatentCache(other, ROOM), 1)[0], expected)
+
+
 def test_the_same_tensors_written_again_are_a_new_step() -> None:
     """Layers by hand, whose cosines and mask lie in the same memory at every step."""
     model = model_of(torch.bfloat16)
@@ -354,6 +386,24 @@ def test_sequences_go_on_from_others() -> None:
         assert torch.equal(layer.by_sequence(), rows[order])
         assert not torch.equal(rows[0], rows[2])
         assert layer.latent.data_ptr() == address
+
+
+def test_a_cache_may_wait_elsewhere() -> None:
+    model = model_of()
+    engine.install(model)
+    cache = latent_cache(model)
+    for layer in cache.layers:  # nothing is there yet
+        layer.offload()
+        layer.prefetch()
+    decode(model, cache, 1, steps=1)
+    rows = cache.layers[0].latent.clone()
+    cache.offload(0)
+    cache.layers[0].prefetch()
+    assert torch.equal(cache.layers[0].latent, rows)
+    cache.layers[1].device = torch.device("meta")
+    cache.layers[1].prefetch()
+    assert cache.layers[1].latent.is_meta
+    assert cache.layers[1].latent.shape == rows.shape
 
 
 def test_a_mask_that_is_written_within_a_step_is_made_anew() -> None:
@@ -489,6 +539,86 @@ def test_a_model_may_change_its_type_and_be_copied() -> None:
     assert torch.equal(decode(twin, static_cache(twin), 4)[0], expected)
 
 
+def pickled(model: Any) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_copies_are_installed_and_given_back_like_the_model(copied: Callable[[Any], Any]) -> None:
+    model = model_of(torch.bfloat16)
+    k3cupy.enable_low_latency_gemm(model.lm_head)
+    classes = [type(m) for m in model.modules()]
+    engine.install(model)
+    twin = copied(model)
+    engine.uninstall(model)
+    row = engine.report()[ROW]
+    assert row.installed, "calls of the copy still come"
+    decode(twin, latent_cache(twin), 1, steps=2)
+    assert engine.report()[ROW].served == row.served + 4
+    assert engine.uninstall() == 2
+    assert engine.report().installed == 0
+    assert [type(m) for m in twin.modules()] == classes
+
+
+def memory_of(model: Any) -> int:
+    """Bytes of all weights, with that of the joined product."""
+    joined = [getattr(m, "_joined", None) for m in model.modules()]
+    weights = [*model.parameters(), *(linear.weight for linear in joined if linear)]
+    memory = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in weights}
+    return sum(memory.values())
+
+
+def saved(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("again", [engine.install, engine.uninstall, nn.Module.double])
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved])
+def test_copies_hold_each_weight_once(
+    copied: Callable[[Any], Any], again: Callable[[Any], Any]
+) -> None:
+    model = model_of()
+    expected, _ = decode(model, static_cache(model), 1)
+    size = memory_of(model)
+    engine.install(model)
+    twin = copied(model)
+    if copied is not pickled:
+        assert memory_of(twin) == size
+    assert torch.equal(decode(twin, latent_cache(twin), 1)[0], expected)
+    assert list(engine.report()[ours.JOINED].handed_back) == [ours.COPIED]
+    again(twin)
+    assert memory_of(twin) == size * (2 if again is nn.Module.double else 1)
+    weight = attention(twin).q_a_proj.weight
+    is_joined = weight.untyped_storage().nbytes() > weight.nbytes
+    assert is_joined is (again is not engine.uninstall)
+    assert memory_of(model) == size
+    assert attention(model)._joined_now() is attention(model)._joined
+
+
+def test_a_part_whose_partner_was_replaced_gets_its_own_memory_back() -> None:
+    model = model_of()
+    size = memory_of(model)
+    engine.install(model)
+    layer = attention(model)
+    layer.q_a_proj.weight.data = layer.q_a_proj.weight.clone()
+    engine.uninstall(model)
+    assert memory_of(model) == size
+
+
+def test_what_was_pickled_is_installed_in_another_process() -> None:
+    model = model_of()
+    engine.install(model)
+    text = pickle.dumps(model)
+    engine.uninstall()
+    ours.targets.clear()
+    twin = pickle.loads(text)
+    assert engine.report()[ROW].installed
+    assert engine.uninstall(twin) == 2
+
+
 def test_saved_and_loaded(tmp_path: Path) -> None:
     model = model_of()
     engine.install(model)
@@ -596,6 +726,36 @@ def test_one_layer_that_does_not_fit_has_a_row_of_its_own() -> None:
     assert report[ROW].installed
     row = report["attention of model.layers.1.self_attn"]
     assert row.why_not == "kv_b_proj is a Adapter, not an nn.Linear itself"
+
+
+def test_models_with_the_same_names_do_not_speak_for_each_other() -> None:
+    model, other = model_of(), model_of(kv_lora_rank=256)
+    engine.install(model)
+    report = engine.install(other)
+    assert report[ROW].installed
+    row = report["attention of model.layers.1.self_attn"]
+    assert row.why_not.startswith("kv_lora_rank and qk_rope_head_dim are 256 and 64")
+    decode(model, latent_cache(model), 1, steps=2)
+    assert engine.report()[ROW].served == 4
+    engine.uninstall(model)
+    assert not engine.report()[ROW].installed
+
+
+def test_layers_made_later_do_not_speak_for_each_other() -> None:
+    engine.install()
+    later = model_of()
+    model_of(kv_lora_rank=256)
+    assert engine.report()[ours.LATER].installed
+    assert isinstance(attention(later), ours.AbsorbedAttention)
+
+
+def test_a_model_whose_weights_stay_apart_does_not_speak_for_one_whose_do_not() -> None:
+    model, other = model_of(), model_of(q_lora_rank=None)
+    engine.install(model)
+    assert engine.install(other)[ours.JOINED].installed
+    engine.uninstall(model)
+    assert not engine.report()[ours.JOINED].installed
+    assert engine.report()[ROW].installed
 
 
 def one_step(model: Any, cache: Any, **options: Any) -> Any:

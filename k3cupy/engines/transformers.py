@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +28,6 @@ _CACHE = ("past_key_values", "cache")
 
 _MARK = "_enabled_by_engine"
 """In linear layers that ``install`` has enabled."""
-
-_attentions: weakref.WeakSet[Any] = weakref.WeakSet()
-_linears: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Layers that were exchanged here, and are to be given back."""
 
 
 def __getattr__(name: str) -> Any:
@@ -81,9 +76,10 @@ def install(
     _check_model(model)
     _check_engine()
     from k3cupy.engines import transformers_attention as ours
+    from k3cupy.engines import transformers_later
 
     if model is None:
-        ours.exchange_later(_exchange)
+        transformers_later.exchange_later(_exchange)
         return report()
     from k3cupy.torch.torch_linear import LowLatencyLinear
 
@@ -98,7 +94,6 @@ def install(
         for layer in model.modules():
             if type(layer) is LowLatencyLinear and layer not in enabled:
                 layer.__dict__[_MARK] = True
-                _linears.add(layer)
         for layer, target in zip(found.values(), _targets_of(found, ours), strict=True):
             if _exchange(layer, target):
                 layer.join(tokens, warmup=warmup)
@@ -116,7 +111,7 @@ def uninstall(model: nn.Module | None = None) -> int:
     Linear layers that were enabled before ``install`` stay enabled.
 
     Args:
-        model: as for ``install``; None for everything that was installed.
+        model: as for ``install``; None for everything that was installed, and its copies.
 
     Returns:
         The number of attention layers that were given back.
@@ -127,19 +122,19 @@ def uninstall(model: nn.Module | None = None) -> int:
     _check_model(model)
     _check_engine()
     from k3cupy.engines import transformers_attention as ours
-    from k3cupy.torch.torch_linear import exchange_back
+    from k3cupy.engines import transformers_later
+    from k3cupy.torch import torch_linear
 
     if model is None:
-        ours.exchange_no_more()
-    modules = [*_attentions, *_linears] if model is None else list(model.modules())
+        transformers_later.exchange_no_more()
+        modules = [*ours.layers, *torch_linear.exchanged]
+    else:
+        modules = list(model.modules())
     for layer in modules:
         if layer.__dict__.pop(_MARK, False):
-            exchange_back(layer)
-            _linears.discard(layer)
+            torch_linear.exchange_back(layer)
     given_back = sum(_give_back(layer) for layer in modules)
-    in_use = {ours.LATER} | {layer.target_name for layer in _attentions}
-    if any(layer._joined is not None for layer in _attentions):
-        in_use.add(ours.JOINED)
+    in_use = {ours.LATER} | ours.in_use()
     for target in ours.targets.values():
         if target.installed and (model is None or target.name not in in_use):
             target.leave("it was uninstalled")
@@ -165,14 +160,17 @@ def _targets_of(found: dict[str, Any], ours: Any) -> list[Target]:
     """Return the target of each layer: one for all whose names differ only in numbers.
 
     Where some of those can be exchanged and some cannot, one that cannot has a target of its own.
+    So it has where the layers of another model are installed by the name of all.
     """
-    patterns = {name: re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", name) for name in found}
+
+    def row(name: str) -> str:
+        return f"attention of {name or 'the module itself'}"
+
+    rows = {name: row(re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", name)) for name in found}
     fits = {name: not ours.why_not(layer) for name, layer in found.items()}
-    served = {patterns[name] for name in found if fits[name]}
-    names = [
-        name if not fits[name] and patterns[name] in served else patterns[name] for name in found
-    ]
-    return [ours.target_of(f"attention of {name or 'the module itself'}") for name in names]
+    served = {rows[name] for name in found if fits[name]} | ours.in_use(set(found.values()))
+    own = {name for name in found if not fits[name] and rows[name] in served}
+    return [ours.target_of(row(name) if name in own else rows[name]) for name in found]
 
 
 def _warm_up(layers: Iterable[Any], ours: Any) -> None:
@@ -195,12 +193,12 @@ def _exchange(layer: Any, target: Target) -> bool:
     reason = ours.why_not(layer)
     if reason:
         _give_back(layer)
-        target.leave(reason)
+        ours.leave(target, reason)
         return False
     layer.__class__ = ours.AbsorbedAttention
     layer.target_name = target.name
     target.install()
-    _attentions.add(layer)
+    ours.layers.add(layer)
     return True
 
 
@@ -214,7 +212,7 @@ def _give_back(layer: Any) -> bool:
     for name in ("_joined", "_parts", "_apart", "_versions", "target_name"):
         layer.__dict__.pop(name, None)
     layer.__class__ = ours.AbsorbedAttention.__base__
-    _attentions.discard(layer)
+    ours.layers.discard(layer)
     return True
 
 

@@ -7,8 +7,8 @@ module needs transformers; ``k3cupy.engines.transformers`` installs what is here
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from torch.compiler import is_compiling
 from torch.nn.modules.linear import Linear
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3Attention,
-    DeepseekV3DecoderLayer,
     DeepseekV3RMSNorm,
     rotate_half,
 )
@@ -36,8 +35,14 @@ LATER = "attention of models made later"
 JOINED = "q_a and kv_a in one product"
 """The target of the product behind which the two of transformers stand."""
 
+COPIED = "the weights were copied: install again"
+"""Why those of a copy are not joined, whose source's are."""
+
 targets: dict[str, Target] = {}
 """By name; a layer holds only the name, for a layer is copied and its counts are not."""
+
+layers: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Layers whose calls come to us, copies too, which are to be given back."""
 
 _PLAIN = (Tensor, nn.Parameter)
 EPILOGUE = (torch.bfloat16, torch.float16)
@@ -53,40 +58,17 @@ def target_of(name: str) -> Target:
     return targets.setdefault(name, Target(name))
 
 
-_own_init: Any = None
-"""How transformers makes a decoder layer, while ours stands in for it."""
+def in_use(besides: Collection[nn.Module] = ()) -> set[str]:
+    """Return the names of the targets to which a layer's calls come, of layers besides these."""
+    others = [layer for layer in layers if layer not in besides]
+    joined = {JOINED for layer in others if layer._joined is not None}
+    return joined | {layer.target_name for layer in others}
 
 
-def exchange_later(exchange: Callable[[nn.Module, Target], Any]) -> None:
-    """Exchange the attention of each decoder layer as soon as it is made.
-
-    Transformers' own mapping of patches does the like by a search through all that it could
-    import, which fails where one of its models needs a package that is not installed.
-
-    Args:
-        exchange: called with the attention and its target.
-    """
-    global _own_init
-    target = target_of(LATER)
-    target.install()
-    if _own_init is not None:
-        return
-    _own_init = own = DeepseekV3DecoderLayer.__init__
-
-    @functools.wraps(own)
-    def make(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        own(self, *args, **kwargs)
-        exchange(self.self_attn, target)
-
-    DeepseekV3DecoderLayer.__init__ = make
-
-
-def exchange_no_more() -> None:
-    """Let transformers make its layers as it did."""
-    global _own_init
-    if _own_init is not None:
-        DeepseekV3DecoderLayer.__init__ = _own_init
-        _own_init = None
+def leave(target: Target, reason: str) -> None:
+    """Say that calls do not come to us, and why, unless those of other layers still do."""
+    if target.name not in in_use():
+        target.leave(reason)
 
 
 def why_not(layer: nn.Module) -> str:
@@ -139,6 +121,19 @@ class AbsorbedAttention(DeepseekV3Attention):  # type: ignore[misc]
     _apart = "install(model) was not called for them"
     _versions: tuple[int, int] = (-1, -1)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle holds: the weight of both products would be a second."""
+        state = dict(self.__dict__)
+        if state.pop("_joined", None) is not None:
+            state.update(_parts=(None, None), _apart=COPIED)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Become a copy of a layer, or what was pickled: its calls come to us too."""
+        super().__setstate__(state)
+        layers.add(self)
+        target_of(self.target_name).install()
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -166,9 +161,16 @@ class AbsorbedAttention(DeepseekV3Attention):  # type: ignore[misc]
     def _why_not_now(
         self, hidden: Tensor, mask: Tensor | None, cache: Any, kwargs: dict[str, Any]
     ) -> str:
-        """Return why a call goes to transformers' own forward, or ``""``."""
+        """Return why a call goes to transformers' own forward, or ``""``.
+
+        Raises:
+            ValueError: the cache was made of another config: later steps would read it wrongly.
+        """
         if not isinstance(cache, LatentCache):
             return f"cache: expected a LatentCache, got {type(cache).__name__}"
+        layer = cache.layers[self.layer_idx]
+        pairs = bool(self.config.rope_interleave)
+        layer.check_model(self.kv_lora_rank, self.qk_rope_head_dim, pairs)
         if hidden.shape[1] != 1:
             return "more than one token a sequence: keys and values are expanded"
         if kwargs.get("output_attentions") or getattr(self.config, "output_attentions", False):
@@ -184,7 +186,6 @@ class AbsorbedAttention(DeepseekV3Attention):  # type: ignore[misc]
         reason = _why_not_read(self.kv_b_proj, "kv_b_proj") if is_compiling() else why_not(self)
         if reason:
             return reason
-        layer = cache.layers[self.layer_idx]
         if mask is not None:
             wanted = (1, 1, layer.shape.tokens)
             if not isinstance(mask, Tensor) or tuple(mask.shape[1:]) != wanted:
@@ -298,7 +299,7 @@ class AbsorbedAttention(DeepseekV3Attention):  # type: ignore[misc]
         reason = self._why_apart()
         if reason:
             self._keep(None, reason)
-            target_of(JOINED).leave(reason)
+            leave(target_of(JOINED), reason)
             return reason
         parts = [self.q_a_proj.weight, self.kv_a_proj_with_mqa.weight]
         with torch.no_grad():
@@ -315,8 +316,12 @@ class AbsorbedAttention(DeepseekV3Attention):  # type: ignore[misc]
 
     def part(self) -> None:
         """Give the weights of q_a and kv_a their own memory back."""
-        if self._joined is not None and self._is_joined(self._joined):
-            for part in self._parts:
+        joined, parts = self._joined, self._parts
+        if joined is None and self._apart == COPIED:
+            one, other = (self._modules.get(name) for name in ("q_a_proj", "kv_a_proj_with_mqa"))
+            parts = getattr(one, "weight", None), getattr(other, "weight", None)
+        for part in parts:
+            if type(part) in _PLAIN and _is_part(part, joined):
                 part.data = part.data.clone()
         self._keep(None)
 
@@ -388,11 +393,22 @@ class AbsorbedAttention(DeepseekV3Attention):  # type: ignore[misc]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Convert or move the layer, as ``to`` does, and join the weights where they are then."""
-        was_joined = self._joined is not None
+        was_joined = self._joined is not None or self._apart == COPIED
         out = super()._apply(fn, recurse)
         if was_joined:
             self.join()
         return out
+
+
+def _is_part(weight: Tensor, joined: nn.Linear | None) -> bool:
+    """Return whether a weight lies in the one of both products, which is lost where it is None.
+
+    What was pickled as a view of one has the memory of the whole.
+    """
+    memory = weight.untyped_storage()
+    if joined is None:
+        return bool(memory.nbytes() > weight.nbytes)
+    return bool(memory.data_ptr() == joined.weight.untyped_storage().data_ptr())
 
 
 def _normed(norm: nn.Module, x: Tensor) -> Tensor:

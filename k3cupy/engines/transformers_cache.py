@@ -74,10 +74,24 @@ class LatentLayer(CacheLayerMixin):  # type: ignore[misc]
         self.rows = torch.arange(batch, device=device)
         self.first = torch.zeros_like(self.rows)
         self.slots = self.rows * shape.tokens
-        if not is_compiling():  # a compiled step may then write them in a CUDA graph
-            torch._dynamo.mark_static_address(self.latent)
-            torch._dynamo.mark_static_address(self.slots)
+        self._mark_static(self.latent, self.slots)
         self.is_initialized = True
+
+    @staticmethod
+    def _mark_static(*tensors: Tensor) -> None:
+        """Let a compiled step write tensors in a CUDA graph."""
+        if not is_compiling():
+            for tensor in tensors:
+                torch._dynamo.mark_static_address(tensor)
+
+    def check_model(self, rank: int, rope: int, pairs: bool) -> None:
+        """Refuse a model of another config than the one that the cache was made of."""
+        shape = self.shape
+        if (shape.rank, shape.rope, shape.pairs) != (rank, rope, pairs):
+            names = "kv_lora_rank {}, qk_rope_head_dim {} and rope_interleave {}"
+            expected = f"a LatentCache of the model's {names.format(rank, rope, pairs)}"
+            got = f"one of {names.format(shape.rank, shape.rope, shape.pairs)}"
+            reject("cache", expected, got, "Make it of the config of the model that it is for")
 
     def by_sequence(self) -> Tensor:
         """Return the cache as [batch, tokens, 576], a view."""
@@ -115,7 +129,12 @@ class LatentLayer(CacheLayerMixin):  # type: ignore[misc]
 
         Returns:
             Both, [batch, 1, tokens, ...], in the order in which they came.
+
+        Raises:
+            ValueError: the cache is of other widths or another batch, or is full.
         """
+        # How the key is rotated does not show in it, and is translated back where it was not.
+        self.check_model(key_states.shape[-1], value_states.shape[-1], self.shape.pairs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         batch, _, length, _ = key_states.shape
@@ -149,11 +168,22 @@ class LatentLayer(CacheLayerMixin):  # type: ignore[misc]
             self.latent.zero_()
             torch.mul(self.rows, self.shape.tokens, out=self.slots)
 
+    def offload(self) -> None:
+        """Move the rows to the host's memory; CUDA graphs that write them are to be made anew."""
+        if self.is_initialized:
+            self.latent = self.latent.to("cpu", non_blocking=True)
+
+    def prefetch(self) -> None:
+        """Move the rows back to where the model is, as is needed before the next step."""
+        if self.is_initialized and self.latent.device != self.device:
+            self.latent = self.latent.to(self.device, non_blocking=True)
+            self._mark_static(self.latent)
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let each sequence go on from another's tokens, in place."""
         if self.is_initialized:
             rows = self.by_sequence()
-            rows.copy_(rows.index_select(0, beam_idx.to(self.device)))
+            rows.copy_(rows.index_select(0, beam_idx.to(rows.device)))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens of each sequence, given as a negative number."""

@@ -6,6 +6,7 @@ is stored in it: each call asks the dispatcher, with the weight as it is then.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
@@ -43,6 +44,10 @@ _function_modes = torch._C._len_torch_function_stack
 """Counts the modes that see PyTorch's functions; a name of ours, which each call would look up."""
 
 
+exchanged: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Layers that were given the class, and copies that were made with it."""
+
+
 class LowLatencyLinear(Linear):  # type: ignore[misc]
     """An ``nn.Linear`` without bias that runs k3cupy's kernels where they are the fastest.
 
@@ -53,6 +58,11 @@ class LowLatencyLinear(Linear):  # type: ignore[misc]
     """
 
     batch_invariant: bool | None = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Become a copy of a layer, or what was pickled, which is known like the layer itself."""
+        super().__setstate__(state)
+        exchanged.add(self)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``input @ weight.T``, [..., K] to [..., N]."""
@@ -325,6 +335,7 @@ def exchange(layer: nn.Module, batch_invariant: bool | None, is_adapted: bool) -
     # not its class. In one step, and first: another thread may be calling the layer.
     vars(layer)["batch_invariant"] = batch_invariant
     layer.__class__ = LowLatencyLinear
+    exchanged.add(layer)
 
 
 def exchange_back(layer: nn.Module) -> bool:
