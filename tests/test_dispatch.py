@@ -473,10 +473,12 @@ def test_a_gpu_that_is_too_old() -> None:
     for explain in (k3cupy.explain_fused_a_gemm, k3cupy.explain_skinny_gemm):
         with pytest.raises(k3cupy.ToolchainError, match=f"^{TOO_OLD}"):
             explain(x, weight, gpu=T4)
-    assert list(wanted_of("low_latency_linear", {})(T4)) == []
+    one: dict[str, Any] = {"shapes": [(2112, 7168)], "tokens": 4}
+    assert list(wanted_of("low_latency_linear", one)(T4)) == []
     for op in OPERATIONS.keys() - {"low_latency_linear"}:
+        options = one if op.endswith("_gemm") else {}
         with pytest.raises(k3cupy.ToolchainError, match=f"^{TOO_OLD}"):
-            k3cupy.compile(op, gpu=T4, progress=False)
+            k3cupy.compile(op, gpu=T4, progress=False, **options)
 
 
 @pytest.mark.parametrize(
