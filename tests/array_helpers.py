@@ -29,8 +29,8 @@ def as_torch(call: Any, result: Any) -> Any:
     return as_out([torch_of(array, call.output_dtype(name)) for array, name in pairs])
 
 
-def check_bare_objects(call: Any, producer: Callable[[Any], Any]) -> None:
-    """A call of objects that have nothing but DLPack's methods, outputs among them."""
+def check_outs_are_returned(call: Any, producer: Callable[[Any], Any]) -> None:
+    """A call of one producer's objects, outputs among them: those come back, written."""
     before = call.snapshot()
     outs = [box.tensor for box in poisoned_outs(call)]
     given = [producer(out) for out in outs]

@@ -193,6 +193,19 @@ def rewrite(folder: Path, **changed: Any) -> None:
     path.write_text(json.dumps(facts), "utf-8")
 
 
+@pytest.fixture
+def listed(folder: Path, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Changes fields of the bundle's manifest, and returns its line of `show-config`."""
+
+    def line_of(**changed: Any) -> str:
+        rewrite(folder, **changed)
+        named(monkeypatch, folder)
+        (line,) = config.config_info()["bundles"]
+        return str(line)
+
+    return line_of
+
+
 def of_other_kernels(folder: Path) -> str:
     rewrite(folder, kernels={"mla_decode.cu": "0" * 64}, package="0.0.9")
     return "its binaries are of other kernels, those of k3cupy 0.0.9: mla_decode.cu is not that of"
@@ -317,16 +330,9 @@ def test_what_does_not_fit_is_refused_in_one_line(
     ],
 )
 def test_a_manifest_of_other_fields_is_refused(
-    changed: dict[str, Any],
-    told: str,
-    folder: Path,
-    gpu: FakeGpu,
-    monkeypatch: pytest.MonkeyPatch,
+    changed: dict[str, Any], told: str, folder: Path, listed: Callable[..., str]
 ) -> None:
-    rewrite(folder, **changed)
-    named(monkeypatch, folder)
-    (line,) = config.config_info()["bundles"]
-    assert line.startswith(f"not used: {folder}: its manifest.json {told}")
+    assert listed(**changed).startswith(f"not used: {folder}: its manifest.json {told}")
 
 
 @pytest.mark.parametrize(
@@ -340,15 +346,9 @@ def test_a_manifest_of_other_fields_is_refused(
     ],
 )
 def test_texts_of_a_manifest_are_shown_on_one_line(
-    changed: dict[str, Any],
-    told: str,
-    folder: Path,
-    gpu: FakeGpu,
-    monkeypatch: pytest.MonkeyPatch,
+    changed: dict[str, Any], told: str, listed: Callable[..., str]
 ) -> None:
-    rewrite(folder, **changed)
-    named(monkeypatch, folder)
-    (line,) = config.config_info()["bundles"]
+    line = listed(**changed)
     assert told in line
     assert line.isprintable() and len(line) < 500
 

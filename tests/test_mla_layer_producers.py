@@ -9,9 +9,9 @@ import pytest
 import torch
 from array_helpers import (
     as_torch,
-    check_bare_objects,
     check_numpy_arrays,
     check_one_bare_object,
+    check_outs_are_returned,
     cupy_of,
     jax_of,
     numpy_of,
@@ -33,7 +33,7 @@ def base(form: LayerForm, device: str = "cpu", **options: Any) -> LayerCall:
 @pytest.mark.parametrize("producer", [Producer, OldProducer])
 @each_form
 def test_bare_dlpack_objects(device: str, producer: type[Producer], form: LayerForm) -> None:
-    check_bare_objects(base(form, device), producer)
+    check_outs_are_returned(base(form, device), producer)
 
 
 @each_form

@@ -12,9 +12,9 @@ import pytest
 import torch
 from array_helpers import (
     as_torch,
-    check_bare_objects,
     check_numpy_arrays,
     check_one_bare_object,
+    check_outs_are_returned,
     cupy_of,
     jax_of,
     numpy_of,
@@ -50,7 +50,7 @@ def base(form: Form, device: str = "cpu", **options: Any) -> MlaCall:
 @pytest.mark.parametrize("producer", [Producer, OldProducer])
 @each_form
 def test_bare_dlpack_objects(device: str, producer: type[Producer], form: Form) -> None:
-    check_bare_objects(base(form, device), producer)
+    check_outs_are_returned(base(form, device), producer)
 
 
 @each_form
@@ -180,13 +180,7 @@ def test_case16_other_eight_bit_types_are_refused() -> None:
 
 @each_form
 def test_numpy_outs_are_returned(form: Form) -> None:
-    call = base(form)
-    before = call.snapshot()
-    outs = [box.tensor for box in poisoned_outs(call)]
-    arrays = [numpy_of(out) for out in outs]
-    result = call.run(**wrapped(call, numpy_of), out=as_out(arrays))
-    assert all(a is b for a, b in zip(as_list(result), arrays, strict=True))
-    call.check(before, as_out(outs))
+    check_outs_are_returned(base(form), numpy_of)
 
 
 @each_form_with_a_cache

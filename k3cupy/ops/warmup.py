@@ -146,7 +146,10 @@ def wanted_of(op: str, options: dict[str, Any]) -> Wanted:
             read[name] = _names(name, value, _NAMES[name])
         elif str(known[name].annotation).startswith("Flags"):
             read[name] = _flags(name, value)
-    return functools.partial(instances.supported, OPERATIONS[op](**read))
+    wanted = OPERATIONS[op](**read)
+    if op == "low_latency_linear":  # of which a GPU that is too old gets nothing
+        return wanted
+    return functools.partial(instances.supported, wanted)
 
 
 # --- The kernels of an MLA layer -----------------------------------------------------------------

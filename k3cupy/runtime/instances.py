@@ -11,7 +11,7 @@ import contextvars
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -67,15 +67,14 @@ def instantiation(name: str, *arguments: Any) -> str:
 
 def supported(
     wanted: Callable[[devices.DeviceInfo], Iterable[Instance]], gpu: devices.DeviceInfo
-) -> Iterator[Instance]:
-    """Yield what is wanted on a GPU; where that is nothing, its age does not matter.
+) -> Iterable[Instance]:
+    """Return what is wanted on a GPU, once it is known to run kernels: to choose may take long.
 
     Raises:
         ToolchainError: it is too old for every kernel.
     """
-    for instance in wanted(gpu):
-        devices.check_supported(gpu)
-        yield instance
+    devices.check_supported(gpu)
+    return wanted(gpu)
 
 
 @dataclass(frozen=True)
